@@ -1,0 +1,47 @@
+"""Advantage conventions by library: same formula, different std and eps. Imports no torch.
+
+Sources: each library's released code as surveyed in 2026. The group advantage is
+(r - baseline) / (std + eps).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pa_core.config import AdvantageConfig
+
+Std = Literal["unbiased", "population", "none", "batch"]
+Baseline = Literal["mean", "leave_one_out"]
+
+
+@dataclass(frozen=True)
+class AdvantageConvention:
+    """How a group's rewards become advantages."""
+
+    std: Std
+    eps: float
+    baseline: Baseline = "mean"
+
+
+PRESETS: dict[str, AdvantageConvention] = {
+    "trl": AdvantageConvention("unbiased", 1e-4),
+    "trl_async": AdvantageConvention("population", 1e-8),
+    "verl": AdvantageConvention("unbiased", 1e-6),
+    "openrlhf": AdvantageConvention("unbiased", 1e-9),
+    "open_instruct": AdvantageConvention("population", 1e-8),
+    "areal": AdvantageConvention("batch", 1e-5),
+    "dr_grpo": AdvantageConvention("none", 0.0),
+    "nemo_rl": AdvantageConvention("unbiased", 1e-6, "leave_one_out"),
+}
+
+
+def resolve_advantage(config: AdvantageConfig) -> AdvantageConvention:
+    """The preset with the config's own fields laid over it."""
+    overrides = {
+        name: value
+        for name, value in (("std", config.std), ("baseline", config.baseline), ("eps", config.eps))
+        if value is not None
+    }
+    return replace(PRESETS[config.preset], **overrides)  # type: ignore[arg-type]
