@@ -1,0 +1,1 @@
+"""Prefect flows: start, watch, stop and report a run's processes. No training logic lives here."""

@@ -1,0 +1,100 @@
+"""The processes of one run: its replicas and its trainer, started and stopped together."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from pa_core.errors import EngineError
+from pa_core.loop.run import Run
+from pa_core.rollout.process import ChildProcess, ReplicaSet, spawn, stop_all
+from pa_core.rollout.protocol import API_KEY_VARIABLE
+
+TRAINER_GRACE_S = 13.0
+REPLICA_GRACE_S = 5.0
+
+
+class Children:
+    """A run's child processes; leaving the block ends them, the trainer first.
+
+    Together they end within ``TRAINER_GRACE_S + REPLICA_GRACE_S`` seconds, which fits the grace that Prefect gives a
+    cancelled flow. Should this process be killed, every child notices and ends by itself.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.stopping = threading.Event()
+        self.log_dir = Path(run.url) / "logs" if "://" not in run.url else Path(tempfile.mkdtemp(prefix=run.name))
+        self.replicas = ReplicaSet(run.url, run.config.engine, self.log_dir)
+        self.trainer: ChildProcess | None = None
+
+    def __enter__(self) -> Children:
+        self.replicas.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        if self.trainer is not None:
+            self.trainer.stop(TRAINER_GRACE_S)
+        self.replicas.stop(REPLICA_GRACE_S)
+
+    def start_trainer(self) -> ChildProcess:
+        """Start the trainer. Raises :class:`EngineError` when it cannot be started."""
+        command = [sys.executable, "-m", "pa_core.cli", "train", "--run-url", self.run.url, "--json"]
+        env = {API_KEY_VARIABLE: self.replicas.api_key, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        self.trainer = spawn(command, self.log_dir / "trainer.log", env)
+        return self.trainer
+
+    def replica_error(self) -> EngineError | None:
+        """What to tell when no replica is left, or None while one runs."""
+        processes = self.replicas.processes
+        if self.stopping.is_set() or any(process.poll() is None for process in processes.values()):
+            return None
+        return EngineError("no replica is left:\n" + "\n".join(epitaph(f"replica {id_}", processes[id_]) for id_ in processes))
+
+    def stop_trainer(self) -> None:
+        """End the trainer, which has nothing left to work with."""
+        if self.trainer is not None:
+            stop_all([self.trainer], TRAINER_GRACE_S)
+
+
+def epitaph(name: str, process: ChildProcess, lines: int = 15) -> str:
+    """How a process ended, with the end of its log."""
+    code = process.poll()
+    how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+    return f"{name} {how}; its last lines ({process.log_path}):\n{process.tail(lines)}"
+
+
+class LogReader:
+    """Reads what a growing log gained since the last look, by whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.result: dict[str, Any] = {}
+
+    def lines(self) -> list[str]:
+        """New lines. The trainer's closing JSON object is kept in ``result`` instead."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as log:
+            log.seek(self._offset)
+            data = log.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        lines = [line.rstrip() for line in data[:end].decode(errors="replace").split("\n")]
+        return [line for line in lines if line and not self._is_result(line)]
+
+    def _is_result(self, line: str) -> bool:
+        if not line.startswith("{"):
+            return False
+        try:
+            self.result = json.loads(line)
+        except ValueError:
+            return False
+        return True

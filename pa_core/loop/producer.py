@@ -1,0 +1,184 @@
+"""The producer: sends an iteration's prompts to the replicas and puts scored groups into the buffer.
+
+The paper's "temporary data generator" between data loader and trainer (Periodic Asynchrony, section 3). It lives
+in a thread of the trainer process with an asyncio loop of its own: prompts are dispatched by coroutine, and each
+group is put into the buffer the moment it is scored, whatever the others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pa_core.config import SamplingConfig
+from pa_core.errors import EngineError
+from pa_core.records import Group, Prompt, Sample
+from pa_core.rewards.pool import RewardPool
+from pa_core.rollout.pool import ReplicaPool
+from pa_core.rollout.protocol import GenerateRequest, GenerateResponse
+from pa_core.store.rollouts import RolloutBuffer
+from pa_core.tracking.timeline import Timeline
+
+T = TypeVar("T")
+
+
+class Producer:
+    """Runs generation and scoring behind the trainer's back; its failures reach the trainer through the buffer.
+
+    Data flows one way: :meth:`begin` takes prompts, groups leave through ``buffer``.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        rewards: RewardPool,
+        buffer: RolloutBuffer,
+        timeline: Timeline,
+        decode: Any,
+        seed: int,
+    ) -> None:
+        self._pool = pool
+        self._rewards = rewards
+        self._buffer = buffer
+        self._timeline = timeline
+        self._decode = decode
+        self._seed = seed
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="producer", daemon=True)
+        self._iteration: Future[None] | None = None
+        self.in_flight = 0
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def start(self, timeout_s: float) -> None:
+        """Start the thread and wait until the replicas serve. Raises :class:`EngineError` past ``timeout_s``."""
+        self._thread.start()
+        try:
+            self._submit(self._pool.start()).result(timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}; see their logs"
+            ) from None
+
+    def begin(self, version: int, prompts: Sequence[Prompt], sampling: SamplingConfig, group_size: int) -> None:
+        """Open iteration ``version``: replicas load the version, and each gets work as soon as it has done so.
+
+        Returns at once. A failure of any part reaches the trainer as the error of its next ``buffer.next``.
+        """
+        self._iteration = self._submit(self._produce(version, list(prompts), sampling, group_size))
+
+    async def _produce(
+        self, version: int, prompts: list[Prompt], sampling: SamplingConfig, group_size: int
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._load(version))
+                for prompt in prompts:
+                    tasks.create_task(self._put(version, prompt, sampling, group_size))
+        except BaseExceptionGroup as failures:
+            self._buffer.fail(_first(failures))
+
+    async def _load(self, version: int) -> None:
+        for load in await self._pool.load(version):
+            self._timeline.add("load", load.replica, load.started_at, load.ended_at, iteration=version)
+
+    async def _put(self, version: int, prompt: Prompt, sampling: SamplingConfig, group_size: int) -> None:
+        group = await self._group(version, prompt, sampling.temperature, sampling.max_tokens, group_size)
+        await asyncio.to_thread(self._buffer.put, group)
+
+    async def _group(
+        self, version: int, prompt: Prompt, temperature: float, max_tokens: int, group_size: int
+    ) -> Group:
+        """Generate and score one group at ``version``."""
+        self.in_flight += 1
+        try:
+            response = await self._pool.generate(
+                GenerateRequest(
+                    group_id=prompt.id,
+                    token_ids=prompt.token_ids.tolist(),
+                    samples=group_size,
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    seed=self._seed,
+                    version=version,
+                )
+            )
+            self._timeline.add(
+                "generate", response.replica, response.started_at, response.ended_at, iteration=version
+            )
+            group = self._to_group(prompt, response)
+            await self._rewards.score(group)
+            return group
+        finally:
+            self.in_flight -= 1
+
+    def _to_group(self, prompt: Prompt, response: GenerateResponse) -> Group:
+        samples = [
+            Sample(
+                token_ids=np.asarray(generation.token_ids, dtype=np.int32),
+                logprobs=np.asarray(generation.logprobs, dtype=np.float32),
+                versions=[(response.version, len(generation.token_ids))],
+                loss_mask=np.ones(len(generation.token_ids), dtype=np.uint8),
+                finish_reason=generation.finish_reason,
+                text=self._decode(generation.token_ids),
+            )
+            for generation in response.generations
+        ]
+        return Group(prompt, samples, response.version, response.replica, (response.started_at, response.ended_at))
+
+    def evaluate(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        *,
+        temperature: float,
+        max_tokens: int,
+        samples: int,
+        timeout_s: float,
+    ) -> list[Group]:
+        """Scored groups for ``prompts`` at ``version``; they pass by the buffer and are never trained on."""
+
+        async def gather() -> list[Group]:
+            async with asyncio.TaskGroup() as tasks:
+                load = tasks.create_task(self._load(version))
+                jobs = [
+                    tasks.create_task(self._group(version, prompt, temperature, max_tokens, samples))
+                    for prompt in prompts
+                ]
+                await load
+            return [job.result() for job in jobs]
+
+        try:
+            return self._submit(gather()).result(timeout_s)
+        except TimeoutError:
+            raise EngineError(f"evaluation at version {version} did not finish within {timeout_s:g} s") from None
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+
+    def close(self) -> None:
+        """Stop producing, close the connections and end the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        if self._iteration is not None:
+            self._iteration.cancel()
+        self._submit(self._pool.close()).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """The first real cause inside nested exception groups."""
+    cause: BaseException = failures
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause

@@ -1,0 +1,77 @@
+"""A run's place in the store: made once, found again by its URL."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pa_core.config import TrainConfig, parse_config
+from pa_core.errors import ConfigError, StoreError
+from pa_core.store.objects import ObjectStore
+
+RUN_KEY = "run.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A prepared run: its configuration and the store below its URL."""
+
+    url: str
+    name: str
+    config: TrainConfig
+    store: ObjectStore
+
+    def describe(self, **facts: Any) -> None:
+        """Add facts (fingerprints, MLflow run id) to ``run.json``."""
+        record = json.loads(self.store.read(RUN_KEY)) | facts
+        self.store.publish(RUN_KEY, json.dumps(record, indent=2).encode(), exclusive=False)
+
+    def facts(self) -> dict[str, Any]:
+        """The content of ``run.json``."""
+        record: dict[str, Any] = json.loads(self.store.read(RUN_KEY))
+        return record
+
+
+def join_url(root: str, name: str) -> str:
+    """A URL below ``root``; a local folder becomes absolute, so that other processes find it."""
+    if "://" in root:
+        return f"{root.rstrip('/')}/{name}"
+    return str(Path(root).expanduser().resolve() / name)
+
+
+def prepare_run(config: TrainConfig, name_hint: str = "run") -> Run:
+    """Create the run's folder with ``run.json``.
+
+    Raises:
+        ConfigError: when a run of this name exists already.
+        StoreError: when the store cannot be written.
+    """
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    name = config.run_name or f"{name_hint}-{config.schedule.name}-s{config.seed}-{stamp}"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ConfigError(f"run_name={name!r}: use letters, digits, '.', '_' and '-' only")
+    url = join_url(config.store.url, name)
+    store = ObjectStore.open(url)
+    record = {"name": name, "created": stamp, "config": config.model_dump(mode="json")}
+    try:
+        store.publish(RUN_KEY, json.dumps(record, indent=2).encode(), exclusive=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run_name={name!r}: {url} exists already; choose another name or resume it with --resume {url}"
+        ) from None
+    return Run(url, name, config, store)
+
+
+def open_run(url: str) -> Run:
+    """Open a prepared run. Raises :class:`StoreError` when there is none at ``url``."""
+    if "://" not in url:
+        url = str(Path(url).expanduser().resolve())
+    store = ObjectStore.open(url)
+    if not store.exists(RUN_KEY):
+        raise StoreError(f"no run at {url}: {RUN_KEY} is missing")
+    record = json.loads(store.read(RUN_KEY))
+    return Run(url, record["name"], parse_config(record["config"]), store)

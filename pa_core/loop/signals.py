@@ -1,0 +1,49 @@
+"""Stopping on SIGINT and SIGTERM without tearing a step in two."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from pa_core.errors import Stopped
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into :class:`Stopped`, raised in the main thread.
+
+    Inside :meth:`uninterrupted` the exception waits until the block ends, so that weights, optimizer state and
+    published version always belong together. A second signal acts at once.
+    """
+
+    def __init__(self) -> None:
+        self._shielded = False
+        self._received: str | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        repeated = self._received is not None
+        self._received = signal.Signals(number).name
+        if not self._shielded or repeated:
+            raise Stopped(f"stopped by {self._received}")
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold a stop back until the block is through."""
+        self._shielded = True
+        try:
+            yield
+        finally:
+            self._shielded = False
+        if self._received is not None:
+            raise Stopped(f"stopped by {self._received}")

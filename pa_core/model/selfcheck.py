@@ -1,0 +1,92 @@
+"""Before a model is trained: do our log-probabilities equal the model's own, sample by sample?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pa_core.errors import ModelError
+from pa_core.model.attention import ATTENTION_NAME
+from pa_core.model.packing import Attention, PackedBatch, TrainGroup, TrainSample, pack
+
+# Largest allowed difference in nats. Rounding alone gives about 2e-5 in float32 for a 30-layer model.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+_SHAPES = ((9, (4, 7, 0, 1)), (13, (5, 3)), (40, (2, 6, 6)))
+
+
+def _probe_groups(vocabulary: int) -> list[TrainGroup]:
+    """Random groups with ragged responses, the same for every call."""
+    generator = np.random.default_rng(0)
+
+    def tokens(length: int) -> np.ndarray:
+        return generator.integers(0, vocabulary, length, dtype=np.int32)
+
+    return [
+        TrainGroup(
+            str(number),
+            tokens(prompt_length),
+            tuple(
+                TrainSample(tokens(length), np.zeros(length, np.float32), np.ones(length, np.bool_), 0.0)
+                for length in lengths
+            ),
+        )
+        for number, (prompt_length, lengths) in enumerate(_SHAPES)
+    ]
+
+
+def _own_logprobs(model: PreTrainedModel, groups: list[TrainGroup]) -> Tensor:
+    """Log-probabilities of every response token from the model's plain forward, one sample at a time."""
+    parts = []
+    for group in groups:
+        for sample in group.samples:
+            ids = torch.from_numpy(np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64))
+            logits = model(input_ids=ids.to(model.device).unsqueeze(0), use_cache=False).logits[0]
+            logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            first = len(group.prompt_ids) - 1
+            targets = ids[first + 1 :].to(model.device).unsqueeze(1)
+            parts.append(logprobs[first:-1].gather(1, targets).squeeze(1))
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def check_logprobs(
+    model: PreTrainedModel, attention: Attention, logprobs: Callable[[PackedBatch], Tensor]
+) -> float:
+    """Compare ``logprobs`` of a small random batch with the model's own per-sample forward.
+
+    Args:
+        logprobs: the path to check: log-probabilities f32[T] of a packed batch at temperature 1.
+
+    Returns:
+        The largest difference, in nats.
+
+    Raises:
+        ModelError: when it is above what rounding explains. The message names the setting to change.
+    """
+    implementation = model.config._attn_implementation
+    groups = _probe_groups(model.get_input_embeddings().num_embeddings)
+    ours = logprobs(pack(groups, attention).to(model.device))
+    try:
+        if implementation == ATTENTION_NAME:
+            model.set_attn_implementation("sdpa")
+        truth = _own_logprobs(model, groups)
+    finally:
+        model.set_attn_implementation(implementation)
+    difference = float((ours - truth).abs().max())
+    tolerance = _TOLERANCE.get(model.dtype, 5e-4)
+    # "not <=" so that NaN is refused as well.
+    if not difference <= tolerance:
+        fix = (
+            "set model.attention=per_sample"
+            if attention == "shared_prompt"
+            else "the model's output head is more than a linear layer on its last hidden state, which is not supported"
+        )
+        raise ModelError(
+            f"model.attention={attention}: log-probabilities of {type(model).__name__} differ from its own forward by "
+            f"{difference:.3g} nats (allowed: {tolerance:.3g}); {fix}"
+        )
+    return difference

@@ -1,0 +1,199 @@
+"""Child processes that end when they are told to, and that never outlive their parent.
+
+A child runs in a session of its own and holds the read end of a pipe whose write end only its parent has. When the
+parent is gone, however it went, the child reads end-of-file and kills its own process group. (``PR_SET_PDEATHSIG``
+would fire when the spawning *thread* ends.) Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pa_core.config import EngineConfig
+from pa_core.errors import EngineError
+from pa_core.rollout.protocol import API_KEY_VARIABLE
+
+GUARD_VARIABLE = "PA_GUARD_FD"
+"""Environment variable with the number of the file descriptor that a child watches."""
+
+
+def watch_parent(guard_fd: int | None = None) -> None:
+    """In a child: from now on, die with the parent. Call it before slow imports.
+
+    Args:
+        guard_fd: read end of the guard pipe; default: the one named by ``PA_GUARD_FD``. Without either, the process
+            was not started by :func:`spawn` and nothing is watched.
+    """
+    inherited = os.environ.pop(GUARD_VARIABLE, None)
+    fd = int(inherited) if guard_fd is None and inherited is not None else guard_fd
+    if fd is None:
+        return
+    os.set_inheritable(fd, False)
+
+    def wait_for_end_of_file() -> None:
+        while os.read(fd, 1):
+            pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_end_of_file, name="parent-guard", daemon=True).start()
+
+
+class ChildProcess:
+    """A process started by :func:`spawn`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], guard: int, log_path: Path) -> None:
+        self._popen = popen
+        self._guard: int | None = guard
+        self.log_path = log_path
+
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its group and session."""
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """Exit code (negative: the signal that ended it), or None while it runs."""
+        return self._popen.poll()
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines of its log."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
+                text = log.read().decode(errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(text.splitlines()[-lines:])
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group, if any of it is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def stop(self, timeout: float = 15.0) -> int:
+        """SIGTERM, wait at most ``timeout`` seconds, SIGKILL what is left of the group. Returns the exit code."""
+        if self.poll() is None:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout)
+        self.signal(signal.SIGKILL)
+        code = self._popen.wait()
+        if self._guard is not None:
+            os.close(self._guard)
+            self._guard = None
+        return code
+
+
+def spawn(command: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None) -> ChildProcess:
+    """Start a process in a session of its own, guarded against this process's death.
+
+    Args:
+        command: program and arguments; the program must call :func:`watch_parent` early.
+        log_path: file that stdout and stderr are appended to; its folder is made.
+        env: variables added to this process's environment.
+
+    Raises:
+        EngineError: the program cannot be started or the log cannot be written.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {}), GUARD_VARIABLE: str(read_end)},
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(write_end)
+        raise EngineError(f"cannot start {command[0]} with log {log_path}: {error}") from error
+    finally:
+        os.close(read_end)
+    return ChildProcess(popen, write_end, log_path)
+
+
+def stop_all(processes: Sequence[ChildProcess], timeout: float = 15.0) -> None:
+    """Stop several processes within one ``timeout`` seconds for all of them."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        if process.poll() is None:
+            process.signal(signal.SIGTERM)
+    for process in processes:
+        process.stop(max(0.0, deadline - time.monotonic()))
+
+
+def fair_threads(replicas: int) -> int:
+    """CPU threads for each replica when ``replicas`` of them and a trainer share this machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (replicas + 1))
+
+
+class ReplicaSet:
+    """The replica processes of a run on this machine.
+
+    Args:
+        run_url: the run's folder in the store.
+        config: how many replicas, with how many threads.
+        log_dir: local folder for ``<replica id>.log``.
+        command: program that serves; ``--run-url URL --replica-id ID`` are appended. Default: this package's server.
+
+    The key of the run is made here and reaches the replicas by environment only.
+    """
+
+    def __init__(self, run_url: str, config: EngineConfig, log_dir: Path, command: Sequence[str] | None = None) -> None:
+        self.api_key = secrets.token_urlsafe(32)
+        self.processes: dict[str, ChildProcess] = {}
+        self._run_url = run_url
+        self._config = config
+        self._log_dir = log_dir
+        self._command = list(command or (sys.executable, "-m", "pa_core.rollout.server"))
+
+    @property
+    def ids(self) -> list[str]:
+        """Replica ids, ``r0`` upwards."""
+        return [f"r{index}" for index in range(self._config.replicas)]
+
+    def start(self) -> dict[str, ChildProcess]:
+        """Start every replica; returns at once. Raises :class:`EngineError` when one cannot be started at all."""
+        threads = str(self._config.threads or fair_threads(self._config.replicas))
+        env = {
+            API_KEY_VARIABLE: self.api_key,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        try:
+            for replica in self.ids:
+                command = [*self._command, "--run-url", self._run_url, "--replica-id", replica]
+                self.processes[replica] = spawn(command, self._log_dir / f"{replica}.log", env)
+        except EngineError:
+            self.stop()
+            raise
+        return self.processes
+
+    def stop(self, timeout: float = 15.0) -> None:
+        """End all replicas within about ``timeout`` seconds. May be called twice."""
+        stop_all(list(self.processes.values()), timeout)
+
+    def __enter__(self) -> ReplicaSet:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()

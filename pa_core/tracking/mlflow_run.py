@@ -1,0 +1,364 @@
+"""One MLflow run per training run, always written by its explicit id, never through MLflow's thread-local active run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
+
+from pa_core.config import DataConfig, TrainConfig
+from pa_core.errors import ConfigError
+from pa_core.tracking.description import data_source, flatten, run_tags
+from pa_core.tracking.metrics import metric_key
+from pa_core.tracking.outbox import Outbox
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+# A server that is away must not hold a call for the four minutes of MLflow's defaults (7 retries, 120 s each).
+HTTP_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+FINISH_TIMEOUT_S: dict[str, float] = {"FINISHED": 120.0, "FAILED": 15.0, "KILLED": 8.0}
+DIGEST_LIMIT = 36
+TABLES_TAG = "mlflow.loggedArtifacts"
+TABLES_IN_TAG = 60
+_PASSING_HTTP = (408, 429)
+
+
+def absolute_uri(uri: str) -> str:
+    """``uri`` with a relative SQLite path made absolute, so that the run can be found from any folder."""
+    prefix = "sqlite:///"
+    path = uri.removeprefix(prefix)
+    if not uri.startswith(prefix) or path.startswith("/") or not path or path == ":memory:":
+        return uri
+    return prefix + str(Path(path).resolve())
+
+
+def artifact_location(uri: str, experiment: str) -> str | None:
+    """Where an experiment's artifacts go: beside a SQLite file, by absolute path; None leaves it to the server."""
+    prefix = "sqlite:////"
+    if not uri.startswith(prefix):
+        return None
+    folder = re.sub(r"[^\w.-]+", "_", experiment)
+    return (Path("/" + unquote(uri.removeprefix(prefix)).partition("?")[0]).parent / "mlartifacts" / folder).as_uri()
+
+
+class TrackedRun:
+    """An MLflow run that training writes to.
+
+    Everything after :meth:`start` is delivered by a background thread: a tracking server that is slow or away
+    neither stops nor blocks training. What fails is kept and tried again; :meth:`finish` warns with a count of what
+    never arrived.
+
+    Attributes:
+        run_id: the MLflow run.
+        experiment_id: its experiment.
+        uri: the tracking URI, absolute.
+    """
+
+    def __init__(self, client: MlflowClient, uri: str, run_id: str, experiment_id: str) -> None:
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+        self.uri = uri
+        self._client = client
+        self._outbox = Outbox(_is_passing, self._restart_system_metrics)
+        self._tables: list[dict[str, str]] = []
+        self._system_metrics: Any = None
+        self._finished = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(
+        cls,
+        config: TrainConfig,
+        *,
+        run_url: str,
+        fingerprints: Mapping[str, str],
+        versions: Mapping[str, str],
+        run_name: str | None = None,
+        resume_run_id: str | None = None,
+    ) -> TrackedRun:
+        """Create the run, or go on with ``resume_run_id``, and write what explains it.
+
+        Args:
+            config: the resolved configuration; params (dotted keys) and ``config.yaml``.
+            run_url: the run's folder in the store.
+            fingerprints: digests; ``data`` and ``evaluation`` become those of the data set inputs, all are tags.
+            versions: package versions by name, as tags.
+            run_name: name of the run; default ``config.run_name`` or the last part of ``run_url``.
+            resume_run_id: an existing run; it becomes RUNNING again, and params that differ now are noted as tags.
+
+        Raises:
+            ConfigError: when the tracking store cannot be reached or used, or the run to resume is not there.
+        """
+        for name, value in HTTP_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        uri = absolute_uri(config.tracking.uri)
+        name = run_name or config.run_name or run_url.rstrip("/").rpartition("/")[2]
+        tags = run_tags(config, run_url, fingerprints, versions)
+        try:
+            client = MlflowClient(tracking_uri=uri)
+            if resume_run_id is None:
+                experiment_id = _experiment(client, uri, config.tracking.experiment)
+                run = client.create_run(experiment_id, tags=tags, run_name=name)
+            else:
+                run = client.get_run(resume_run_id)
+                client.update_run(resume_run_id, status="RUNNING")
+        except (MlflowException, OSError) as error:
+            raise _unreachable(config, resume_run_id, error) from error
+        tracked = cls(client, uri, run.info.run_id, run.info.experiment_id)
+        tracked._describe(config, fingerprints, tags, run.data if resume_run_id else None)
+        tracked._start_system_metrics()
+        return tracked
+
+    @property
+    def url(self) -> str | None:
+        """Address of the run's page when there is a server; None for a local database."""
+        if not self.uri.startswith(("http://", "https://")):
+            return None
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    @property
+    def open_command(self) -> str | None:
+        """The command that shows a local run in a browser; None when there is a server already."""
+        return None if self.url else f"mlflow ui --backend-store-uri {self.uri}"
+
+    def log_iteration(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write an iteration's metrics in one batch; returns at once.
+
+        Args:
+            step: the iteration, the x-axis of every chart.
+            metrics: values by name; characters that MLflow refuses become ``_``.
+        """
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        batch = [Metric(metric_key(name), float(value), now, step) for name, value in metrics.items()]
+        self._outbox.put(
+            f"metrics of step {step}",
+            lambda: self._client.log_batch(self.run_id, metrics=batch, synchronous=True),
+        )
+
+    def log_table(self, rows: Sequence[Mapping[str, Any]], name: str, step: int) -> None:
+        """Write rows as ``tables/NAME/step_000010.json``, shown as a table among the artifacts.
+
+        Columns are those of any row, in order of appearance; what a row lacks, NaN and infinities become null.
+        """
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        data = [[_json_value(row.get(column)) for column in columns] for row in rows]
+        path = f"tables/{name}/step_{step:06d}.json"
+        self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), path)
+        entry = {"path": path, "type": "table"}
+        if entry not in self._tables:
+            self._tables.append(entry)
+        # The tag makes the artifact page draw a table; a tag holds 8,000 characters, so only the latest are listed.
+        listed = json.dumps(self._tables[-TABLES_IN_TAG:])
+        self._outbox.put(f"list of tables at step {step}", lambda: self.set_tag_now(TABLES_TAG, listed))
+
+    def log_text(self, text: str, path: str) -> None:
+        """Write a text artifact, replacing what was there."""
+        self._outbox.put(path, lambda: self._client.log_text(self.run_id, text, path))
+
+    def log_dict(self, value: Mapping[str, Any], path: str) -> None:
+        """Write a JSON or YAML artifact, by the ending of ``path``, replacing what was there."""
+        copy = json.loads(json.dumps(value))
+        self._outbox.put(path, lambda: self._client.log_dict(self.run_id, copy, path))
+
+    def log_figure(self, figure: Figure, path: str) -> None:
+        """Write a matplotlib figure, by the ending of ``path``; the figure must not be changed afterwards."""
+        self._outbox.put(path, lambda: self._client.log_figure(self.run_id, figure, path))
+
+    def set_tag(self, name: str, value: str) -> None:
+        """Set a tag of the run."""
+        self._outbox.put(f"tag {name}", lambda: self.set_tag_now(name, value))
+
+    def set_tag_now(self, name: str, value: str) -> None:
+        """Set a tag in the calling thread. Raises what MLflow raises."""
+        self._client.set_tag(self.run_id, name, value, synchronous=True)
+
+    def log_model_dir(self, folder: str | Path, *, version: int | None = None) -> bool:
+        """Copy a model folder to the artifacts under ``model/`` and list it among the experiment's models.
+
+        The folder may be removed once this returns: it blocks while files are copied. The listed model has no copy of
+        the weights; its ``uri`` tag leads to the run's artifacts.
+
+        Args:
+            folder: as written by ``save_pretrained``; ``model/`` loads with ``from_pretrained``.
+            version: the policy version, noted with the model.
+
+        Returns:
+            Whether it arrived; when not, a warning says why.
+        """
+        try:
+            self._client.log_artifacts(self.run_id, str(folder), "model")
+            self._list_model(version)
+        except Exception as error:  # as with every delivery: a finished training must not fail on its tracking
+            log.warning("tracking: the model in %s was not delivered to MLflow: %s", folder, error)
+            return False
+        return True
+
+    def finish(self, status: Status, timeout_s: float | None = None) -> int:
+        """Deliver what is left, stop system metrics and set the final status. Does nothing when called again.
+
+        Args:
+            status: FINISHED, FAILED, or KILLED for a run that was stopped from outside.
+            timeout_s: seconds to wait; default long for FINISHED, short for the others.
+
+        Returns:
+            How many deliveries never arrived; a warning names them.
+        """
+        with self._lock:
+            if self._finished:
+                return 0
+            self._finished = True
+        if self._system_metrics is not None:
+            self._outbox.put("system metrics", self._system_metrics.finish)
+        self._outbox.put(f"status {status}", lambda: self._client.set_terminated(self.run_id, status))
+        lost = self._outbox.close(FINISH_TIMEOUT_S[status] if timeout_s is None else timeout_s)
+        if lost:
+            shown = ", ".join(lost[:5]) + (", …" if len(lost) > 5 else "")
+            log.warning("tracking: %d deliveries never reached MLflow at %s: %s", len(lost), self.uri, shown)
+        return len(lost)
+
+    def _describe(
+        self, config: TrainConfig, fingerprints: Mapping[str, str], tags: Mapping[str, str], known: Any
+    ) -> None:
+        """Params, config file and data sets; on resume (``known`` is the run's data) only what changed."""
+        from mlflow.entities import Param, RunTag
+
+        tree = config.model_dump(mode="json")
+        params = flatten(tree)
+        if known is not None:
+            old = known.params
+            changed = {f"resumed.{key}": value for key, value in params.items() if old.get(key, value) != value}
+            params = {key: value for key, value in params.items() if key not in old}
+            self._tables = json.loads(known.tags.get(TABLES_TAG, "[]"))
+            tags = {**tags, **changed, "resumed_at": datetime.now(UTC).isoformat(timespec="seconds")}
+            self._batches([RunTag(key, value) for key, value in tags.items()], "tags")
+        self._batches([Param(key, value) for key, value in params.items()], "params")
+        self.log_dict(tree, "config.yaml" if known is None else "config_resumed.yaml")
+        if known is None:
+            self._outbox.put("data sets", lambda: self._log_data(config, fingerprints))
+
+    def _batches(self, entities: list[Any], kind: Literal["params", "tags"]) -> None:
+        """Hand over params or tags in batches of the 100 that MLflow takes at once."""
+        for start in range(0, len(entities), 100):
+            part: dict[str, Any] = {kind: entities[start : start + 100]}
+            self._outbox.put(kind, lambda part=part: self._client.log_batch(self.run_id, synchronous=True, **part))
+
+    def _log_data(self, config: TrainConfig, fingerprints: Mapping[str, str]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        def as_input(data: DataConfig, digest: str, context: str) -> DatasetInput:
+            name, kind, source = data_source(data)
+            entity = Dataset(name=name, digest=digest[:DIGEST_LIMIT], source_type=kind, source=source)
+            return DatasetInput(entity, [InputTag("mlflow.data.context", context)])
+
+        inputs = []
+        if "data" in fingerprints:
+            inputs.append(as_input(config.data, fingerprints["data"], "training"))
+        if "evaluation" in fingerprints:
+            inputs.append(as_input(config.evaluation.data or config.data, fingerprints["evaluation"], "evaluation"))
+        self._client.log_inputs(self.run_id, datasets=inputs)
+
+    def _list_model(self, version: int | None) -> None:
+        """A LoggedModel that points at the run's artifacts, so that the Models page shows and compares it."""
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+        run = self._client.get_run(self.run_id)
+        model = self._client.create_logged_model(
+            self.experiment_id,
+            name=re.sub(r"[/:.%\"']+", "-", run.info.run_name or "model"),
+            source_run_id=self.run_id,
+            model_type="transformers",
+            tags={"uri": f"{run.info.artifact_uri}/model", "schedule": run.data.tags.get("schedule", "")},
+            params={"base_model": run.data.tags.get("model", ""), "policy_version": str(version)},
+        )
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version or 0)])
+        self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+    def _start_system_metrics(self) -> None:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        self._system_metrics = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.uri)
+        self._system_metrics.start()
+
+    def _restart_system_metrics(self) -> None:
+        """MLflow's monitor ends at the first failed call; begin anew when the server is back."""
+        if self._system_metrics is None or self._finished:
+            return
+        self._system_metrics.finish()
+        self._start_system_metrics()
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Id of the experiment, created when it is new; another process may create it at the same moment."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            created: str = client.create_experiment(name, artifact_location=artifact_location(uri, name))
+            return created
+        except MlflowException as error:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise error
+    if found.lifecycle_stage == "deleted":
+        raise ConfigError(
+            f"tracking.experiment={name!r} was deleted; restore it with "
+            f"`mlflow experiments restore --experiment-id {found.experiment_id}` or choose another name"
+        )
+    experiment_id: str = found.experiment_id
+    return experiment_id
+
+
+def _unreachable(config: TrainConfig, resume_run_id: str | None, error: Exception) -> ConfigError:
+    """What to tell the person when a run cannot begin."""
+    cause = str(error).strip().splitlines()[0][:300]
+    what = f" (run {resume_run_id})" if resume_run_id else ""
+    return ConfigError(
+        f"tracking.uri={config.tracking.uri!r}{what} cannot be used: {cause}. Start the MLflow server, or set "
+        "tracking.uri=sqlite:///mlflow.db for a local database"
+    )
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether trying again can help: the network, the server's own errors, a locked database, a full disk."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in _PASSING_HTTP
+    return isinstance(error, OSError)
+
+
+def _json_value(value: Any) -> Any:
+    """A table cell as JSON: NaN and infinities become null, numpy scalars plain numbers, the rest text."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
