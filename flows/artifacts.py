@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -23,9 +24,12 @@ def headline(summary: Mapping[str, Any]) -> str:
 def summary_table(summary: Mapping[str, Any], mlflow_page: str | None) -> str:
     """The summary as a Markdown table."""
     wall = summary["wall"] or 1.0
+    reward = f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])}"
+    accuracy = f"{_number(summary['eval_before'])} → {_number(summary['eval_after'])}"
+    groups = f"{summary['groups']}, {summary['groups_duplicated']}, {summary['groups_lost']}"
     rows = [
-        ("Mean reward, first → last iteration", f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])}"),
-        ("Held-out accuracy, before → after", f"{_number(summary['eval_before'])} → {_number(summary['eval_after'])}"),
+        ("Mean reward, first → last iteration", reward),
+        ("Held-out accuracy, before → after", accuracy),
         ("Iterations", str(summary["iterations"])),
         ("Schedule, engine", f"{summary['schedule']}, {summary['engine']}"),
         ("Tokens per second", _number(summary["tokens_per_s"], 1)),
@@ -40,7 +44,7 @@ def summary_table(summary: Mapping[str, Any], mlflow_page: str | None) -> str:
         ),
         ("Overlap of the shorter side", f"{summary['overlap']:.0%}"),
         ("Largest speed-up over sync that these times allow", f"{summary['bound']:.2f}"),
-        ("Groups trained, duplicated, lost", f"{summary['groups']}, {summary['groups_duplicated']}, {summary['groups_lost']}"),
+        ("Groups trained, duplicated, lost", groups),
         ("Largest staleness trained", f"{summary['max_staleness_seen']} versions"),
         ("Run folder", f"`{summary['run_url']}`"),
         ("Digest of the final weights", f"`{summary['weights_sha256']}`"),
@@ -66,7 +70,7 @@ def chart(values: Sequence[float], height: int = 10, width: int = 72) -> str:
         return "(no iteration finished)"
     count = min(len(values), width)
     edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     wide = max(1, min(3, width // count))
     low, high = min(0.0, *means), max(means)
     scale = height * 8 / ((high - low) or 1.0)

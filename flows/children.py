@@ -55,7 +55,9 @@ class Children:
         processes = self.replicas.processes
         if self.stopping.is_set() or any(process.poll() is None for process in processes.values()):
             return None
-        return EngineError("no replica is left:\n" + "\n".join(epitaph(f"replica {id_}", processes[id_]) for id_ in processes))
+        return EngineError(
+            "no replica is left:\n" + "\n".join(epitaph(f"replica {id_}", processes[id_]) for id_ in processes)
+        )
 
     def stop_trainer(self) -> None:
         """End the trainer, which has nothing left to work with."""

@@ -3,7 +3,6 @@
 Each flow run gets a process of its own. SIGTERM cancels running flows, which end their children.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import yaml
 from prefect import serve
 from prefect.client.schemas.objects import ConcurrencyLimitConfig
 from prefect.deployments.runner import RunnerDeployment
-from prefect.deployments.steps.core import run_steps
 from prefect.flows import load_flow_from_entrypoint
 from prefect.schedules import Schedule
 from prefect.types.entrypoint import EntrypointType
+from prefect.utilities.importtools import import_object
 from prefect.utilities.templating import apply_values
 
 from pa_core.config import load_config
@@ -40,7 +39,11 @@ def schedule(spec: dict[str, Any]) -> Schedule:
 
 def build(spec: dict[str, Any]) -> RunnerDeployment:
     """One deployment of ``prefect.yaml``, its build steps run and its placeholders filled."""
-    outputs = asyncio.run(run_steps(spec.get("build") or [], print_function=lambda *_: None))
+    outputs: dict[str, Any] = {}
+    for step in spec.get("build") or []:
+        ((function, inputs),) = step.items()
+        arguments = {name: value for name, value in inputs.items() if name != "id"}
+        outputs[inputs["id"]] = import_object(function)(**arguments)
     filled = apply_values({key: value for key, value in spec.items() if key != "build"}, outputs)
     deployment = load_flow_from_entrypoint(filled["entrypoint"]).to_deployment(
         name=filled["name"],

@@ -18,7 +18,7 @@ def mlflow_ui(tracking_uri: str) -> str:
     return os.environ.get("PA_MLFLOW_UI", "http://127.0.0.1:5000").rstrip("/")
 
 
-def _client(tracking_uri: str) -> "MlflowClient":
+def _client(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=tracking_uri)

@@ -6,7 +6,7 @@ defines flows must not postpone the evaluation of annotations: a served flow the
 
 import re
 import sys
-from typing import Any
+from typing import Any, cast
 
 from prefect import State, flow, get_run_logger, runtime, task
 from prefect.artifacts import create_markdown_artifact
@@ -79,7 +79,9 @@ def publish_results(run: Run, summary: dict[str, Any]) -> None:
     uri, run_id = run.config.tracking.uri, summary["mlflow_run_id"]
     page = tracking.run_page(uri, run_id) if run_id else None
     history = tracking.metric_history(uri, run_id, "reward/mean") if run_id else []
-    create_markdown_artifact(artifacts.summary_table(summary, page), key="summary", description=artifacts.headline(summary))
+    create_markdown_artifact(
+        artifacts.summary_table(summary, page), key="summary", description=artifacts.headline(summary)
+    )
     create_markdown_artifact(artifacts.reward_curve(history, page), key="reward-curve", description="Mean reward")
 
 
@@ -120,7 +122,7 @@ def train(config: TrainConfig) -> State[Any]:
         end_own_mlflow_run(run, status)
     if trained.is_failed():
         return Failed(message=trained.message)
-    summary: dict[str, Any] = trained.result()
+    summary = cast(dict[str, Any], trained.result())
     publish_results(run, summary)
     return Completed(message=artifacts.headline(summary), data=summary)
 

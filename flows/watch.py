@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import cast
 from uuid import UUID
 
 from prefect import runtime
@@ -26,7 +27,9 @@ observers: list[Callable[[ProgressState], None]] = []
 class TrainerWatch:
     """Carries news from the trainer's log and the run's store to Prefect."""
 
-    def __init__(self, run: Run, process: ChildProcess, logger: "logging.Logger | logging.LoggerAdapter[logging.Logger]") -> None:
+    def __init__(
+        self, run: Run, process: ChildProcess, logger: logging.Logger | logging.LoggerAdapter[logging.Logger]
+    ) -> None:
         self._run = run
         self._logger = logger
         self._log = LogReader(process.log_path)
@@ -66,13 +69,17 @@ class TrainerWatch:
                 observer(state)
             if state.mlflow_run_id and self.mlflow_run_id is None:
                 self._link(state.mlflow_run_id)
-            if self._artifact is None:
-                self._artifact = create_progress_artifact(0.0, key="progress", description=state.line())
             if state.line() != self._drawn:
-                update_progress_artifact(self._artifact, round(100 * state.fraction, 1), description=state.line())
-                self._drawn = state.line()
+                self._draw(round(100 * state.fraction, 1), state.line())
         except Exception as error:
             self._logger.warning("progress could not be shown: %s", error)
+
+    def _draw(self, percent: float, line: str) -> None:
+        if self._artifact is None:
+            self._artifact = cast(UUID, create_progress_artifact(percent, key="progress", description=line))
+        else:
+            update_progress_artifact(self._artifact, percent, description=line)
+        self._drawn = line
 
     def _link(self, run_id: str) -> None:
         uri = self._run.config.tracking.uri

@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from pa_core import __version__
 from pa_core.config import load_config
 from pa_core.errors import ConfigError, UserError
+from pa_core.rollout.process import watch_parent
 
 app = typer.Typer(
     name="pa",
@@ -37,7 +38,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]…", help="Overrides with dots, e.g. optimizer.learning_rate=1e-5."),
 ]
-GuardFd = Annotated[int | None, typer.Option(hidden=True, help="End when this inherited pipe closes.")]
 
 
 def _logging() -> None:
@@ -61,13 +61,6 @@ def _emit(result: dict[str, Any], as_json: bool, text: str) -> None:
         Console().print(text, highlight=False)
 
 
-def _guard(guard_fd: int | None) -> None:
-    if guard_fd is not None:
-        from pa_core.rollout.process import watch_parent
-
-        watch_parent(guard_fd)
-
-
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml.")] = None,
@@ -77,13 +70,11 @@ def train(
         str | None, typer.Option(hidden=True, help="Train a prepared run whose replicas others started.")
     ] = None,
     as_json: Json = False,
-    guard_fd: GuardFd = None,
 ) -> None:
     """Train a model: periodic-asynchronous GRPO, logged to MLflow.
 
     [dim]pa train configs/quickstart.yaml seed=1 schedule.stream=false[/dim]
     """
-    _guard(guard_fd)
     if sum(given is not None for given in (config, resume, run_url)) != 1:
         raise ConfigError("pa train needs a config file, or --resume RUN_URL")
     from pa_core.loop.launch import train_alone, train_attached
@@ -126,12 +117,11 @@ def evaluate(
 def serve(
     run_url: Annotated[str, typer.Option(help="The run to serve.")],
     replica_id: Annotated[str, typer.Option(help="Name of this replica, e.g. r0.")],
-    guard_fd: GuardFd = None,
 ) -> None:
     """Run one inference replica of a prepared run (started by `pa train` and by the flows)."""
     from pa_core.rollout.server import serve_replica
 
-    serve_replica(run_url, replica_id, guard_fd)
+    serve_replica(run_url, replica_id)
 
 
 @app.command()
@@ -211,6 +201,7 @@ def _root(
 
 def main() -> None:
     """Run ``pa``; the person's errors become one message and their exit code."""
+    watch_parent()
     try:
         app()
     except UserError as error:

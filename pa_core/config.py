@@ -22,14 +22,32 @@ def _number_fields(schema: dict[str, Any]) -> None:
         field["position"] = position
 
 
+def _field_title(name: str, _: Any) -> str:
+    """``startup_timeout_s`` as people read it in a form: Startup timeout (s)."""
+    words, separator, unit = name.rpartition("_")
+    text = f"{words} (s)" if separator and unit == "s" else name
+    return text.replace("_", " ").capitalize()
+
+
+def _section_title(section: type[Any]) -> str:
+    """``SamplingConfig`` as a heading in a form: Sampling."""
+    return section.__name__.removesuffix("Config")
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are fixed once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_number_fields)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra=_number_fields,
+        field_title_generator=_field_title,
+        model_title_generator=_section_title,
+    )
 
 
 class ScheduleConfig(Section):
-    """When the trainer may consume and how far generation may run ahead (design: one schedule, two knobs)."""
+    """When the trainer may consume and how far generation may run ahead."""
 
     stream: bool = Field(True, description="Train on each group as it finishes (periodic); off waits for all (sync).")
     max_staleness: int = Field(0, ge=0, le=0, description="Versions generation may run behind training; 0 = on-policy.")

@@ -106,10 +106,11 @@ def _probe_tracking(uri: str) -> str:
 
 
 def _probe_data(config: TrainConfig) -> str:
-    from pa_core.loop.setup import load_problems
-    from pa_core.model.loading import load_tokenizer
+    from pa_core.loop.services import context_limit, load_problems
+    from pa_core.model.loading import load_policy
 
-    problems = load_problems(config, load_tokenizer(config.model))
+    model = load_policy(config.model)
+    problems = load_problems(config, model.tokenizer, context_limit(model))
     return f"{config.model.path}: {len(problems.train)} training and {len(problems.held_out)} held-out problems"
 
 

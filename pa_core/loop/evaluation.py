@@ -68,24 +68,18 @@ def evaluate_target(target: str, overrides: list[str], version: int | None) -> d
         target: URL or folder of a run, or a YAML config whose untrained model is meant.
         version: published version; default the latest.
     """
-    from pa_core.loop.setup import Workshop
+    from pa_core.loop.services import Services, replica_set
 
     run, version = _find(target, overrides, version)
-    with StopSignals(), Workshop(run, replicas=None) as workshop:
-        if not workshop.problems.held_out:
-            raise DataError("evaluation: no held-out problems; set evaluation.data or data.held_out")
-        workshop.publish_initial()
-        workshop.producer.start(run.config.engine.startup_timeout_s)
-        found = measure(run.config, workshop.producer, version, workshop.problems.held_out)
-    return {
-        "run_url": run.url,
-        "version": version,
-        "metric": run.config.evaluation_metric,
-        "accuracy": found.value,
-        "ci95": found.ci95,
-        "problems": found.problems,
-        "unscored": found.unscored,
-    }
+    with StopSignals(), replica_set(run) as replicas, Services(run, replicas) as services:
+        held_out = services.problems.held_out
+        if not held_out:
+            raise DataError("evaluation: there are no held-out problems; set data.held_out or evaluation.data")
+        if services.weights.manifest(version) is None:
+            services.weights.publish(version, services.model.model.state_dict(), services.model_files)
+        services.producer.start(run.config.engine.startup_timeout_s)
+        found = measure(run.config, services.producer, version, held_out)
+    return {"run_url": run.url, "metric": run.config.evaluation_metric, "accuracy": found.value, **vars(found)}
 
 
 def _find(target: str, overrides: list[str], version: int | None) -> tuple[Run, int]:

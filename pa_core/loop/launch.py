@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pa_core.loop.progress import ProgressBar
 from pa_core.loop.run import Run
+from pa_core.loop.services import replica_set
 from pa_core.loop.signals import StopSignals
 from pa_core.loop.trainer import Trainer
-from pa_core.rollout.process import replica_processes
 from pa_core.tracking.summary import RunSummary
 
 
 def train_alone(run: Run) -> RunSummary:
     """Start the run's replicas, train, and end the replicas whatever happens."""
-    with StopSignals() as signals, replica_processes(run.url, run.config.engine) as replicas, ProgressBar() as bar:
+    with StopSignals() as signals, replica_set(run) as replicas, ProgressBar() as bar:
         return Trainer(run, signals, bar.update, replicas).run()
 
 

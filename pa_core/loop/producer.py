@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pa_core.config import SamplingConfig
 from pa_core.errors import EngineError
@@ -39,7 +40,7 @@ class Producer:
         rewards: RewardPool,
         buffer: RolloutBuffer,
         timeline: Timeline,
-        decode: Any,
+        decode: Callable[[NDArray[np.int32]], str],
         seed: int,
     ) -> None:
         self._pool = pool
@@ -105,7 +106,7 @@ class Producer:
             response = await self._pool.generate(
                 GenerateRequest(
                     group_id=prompt.id,
-                    token_ids=prompt.token_ids.tolist(),
+                    token_ids=prompt.token_ids,
                     samples=group_size,
                     temperature=temperature,
                     max_tokens=max_tokens,
@@ -125,8 +126,8 @@ class Producer:
     def _to_group(self, prompt: Prompt, response: GenerateResponse) -> Group:
         samples = [
             Sample(
-                token_ids=np.asarray(generation.token_ids, dtype=np.int32),
-                logprobs=np.asarray(generation.logprobs, dtype=np.float32),
+                token_ids=generation.token_ids,
+                logprobs=generation.logprobs,
                 versions=[(response.version, len(generation.token_ids))],
                 loss_mask=np.ones(len(generation.token_ids), dtype=np.uint8),
                 finish_reason=generation.finish_reason,

@@ -21,11 +21,12 @@ class ProgressState:
     """A snapshot of a run.
 
     Attributes:
-        phase: starting, evaluating, training, finishing, done.
+        phase: starting, training, finishing, done, stopped or failed.
         iteration: iterations finished; ``iterations`` is the target.
         groups_consumed: groups of the current iteration that the trainer has consumed, of ``groups``.
         groups_in_flight: groups on replicas or being scored.
         reward: mean reward of the last finished iteration.
+        accuracy: held-out accuracy when it was last measured.
         eta_s: seconds to go, from the mean duration of the finished iterations.
         mlflow_run_id: the tracking run, once it exists.
     """
@@ -50,6 +51,14 @@ class ProgressState:
         within = self.groups_consumed / self.groups if self.groups else 0.0
         return min(1.0, (self.iteration + min(within, 1.0)) / self.iterations)
 
+    @property
+    def eta(self) -> str:
+        """Time to go as minutes and seconds; ``?`` before the first iteration."""
+        if self.eta_s is None:
+            return "?"
+        minutes, seconds = divmod(round(self.eta_s), 60)
+        return f"{minutes}:{seconds:02d}"
+
     def line(self) -> str:
         """One line for people."""
         parts = [f"{self.phase}", f"iteration {self.iteration}/{self.iterations}"]
@@ -58,9 +67,7 @@ class ProgressState:
         if self.accuracy is not None:
             parts.append(f"held-out {self.accuracy:.3f}")
         parts.append(f"groups {self.groups_consumed}/{self.groups}, {self.groups_in_flight} in flight")
-        if self.eta_s is not None:
-            minutes, seconds = divmod(round(self.eta_s), 60)
-            parts.append(f"ETA {minutes}:{seconds:02d}")
+        parts.append(f"ETA {self.eta}")
         return " · ".join(parts)
 
 
@@ -74,7 +81,7 @@ def read_progress(store: ObjectStore) -> ProgressState | None:
 def write_progress(store: ObjectStore, state: ProgressState) -> None:
     """Replace the snapshot; it is advisory and not needed for correctness."""
     state.updated_at = time.time()
-    store.publish(PROGRESS_KEY, json.dumps(asdict(state)).encode(), exclusive=False)
+    store.publish(PROGRESS_KEY, json.dumps(asdict(state)).encode(), exclusive=False, durable=False)
 
 
 class ProgressBar:

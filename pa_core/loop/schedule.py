@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pa_core.config import ScheduleConfig
 from pa_core.records import Group, Prompt
 from pa_core.store.rollouts import RolloutBuffer
+from pa_core.tracking.timeline import TRAIN, Timeline
 
 
 def mini_batches(prompts: Sequence[Prompt], steps: int) -> list[list[Prompt]]:
@@ -21,6 +22,7 @@ def mini_batches(prompts: Sequence[Prompt], steps: int) -> list[list[Prompt]]:
 
 def deliveries(
     buffer: RolloutBuffer,
+    timeline: Timeline,
     schedule: ScheduleConfig,
     version: int,
     batches: Sequence[Sequence[Prompt]],
@@ -40,7 +42,9 @@ def deliveries(
     for number in range(len(batches)):
         while missing[number] or waiting[number]:
             while (missing[number] and not waiting[number]) if schedule.stream else sum(missing):
-                for group in buffer.take(version, timeout_s):
+                with timeline.span("wait", TRAIN, version):
+                    arrived = buffer.take(version, timeout_s)
+                for group in arrived:
                     waiting[home[group.id]].append(group)
                     missing[home[group.id]] -= 1
             yield number, waiting[number]

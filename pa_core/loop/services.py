@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from pa_core.config import TrainConfig
 from pa_core.data.prompts import PromptSet, load_prompts
@@ -21,11 +24,11 @@ from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet, fair_threads
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.store.rollouts import RolloutBuffer
-from pa_core.store.weights import Manifest, WeightStore
+from pa_core.store.weights import WeightStore
 from pa_core.tracking.timeline import Timeline
 
 
-def load_problems(config: TrainConfig, tokenizer: object, context_limit: int) -> PromptSet:
+def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context_limit: int) -> PromptSet:
     """Training problems and, beside them, the held-out ones that evaluation uses.
 
     Raises:
@@ -39,7 +42,22 @@ def load_problems(config: TrainConfig, tokenizer: object, context_limit: int) ->
             config.evaluation.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens
         )
         held_out = other.held_out or other.train
-    return problems.with_held_out(held_out[: config.evaluation.limit])
+    return replace(problems, held_out=held_out[: config.evaluation.limit])
+
+
+def context_limit(model: LoadedModel) -> int:
+    """Tokens that the model can attend to."""
+    return int(model.model.config.max_position_embeddings)
+
+
+def describing_files(model: LoadedModel) -> dict[str, bytes]:
+    """Configuration and tokenizer, published beside the weights, so that a version explains itself."""
+    with tempfile.TemporaryDirectory(prefix="pa-describe-") as folder:
+        model.model.config.save_pretrained(folder)
+        if model.model.generation_config is not None:
+            model.model.generation_config.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
 
 def log_folder(run: Run) -> Path:
@@ -60,6 +78,10 @@ class Services:
     Args:
         run: a prepared run.
         replicas: the replica processes, where this program started them; otherwise ``PA_API_KEY`` holds their key.
+
+    Attributes:
+        patience_s: seconds the trainer waits for the next group before it gives up; the producer's own deadlines
+            come first and say more.
     """
 
     def __init__(self, run: Run, replicas: ReplicaSet | None) -> None:
@@ -67,9 +89,10 @@ class Services:
         torch.set_num_threads(config.trainer.threads or fair_threads(config.engine.replicas))
         torch.manual_seed(config.seed)
         self.run = run
-        self.model: LoadedModel = load_policy(config.model)
-        tokenizer = self.model.tokenizer
-        self.problems = load_problems(config, tokenizer, self.model.context_limit)
+        self.patience_s = 2 * config.engine.request_timeout_s + 120
+        self.model = load_policy(config.model)
+        self.model_files = describing_files(self.model)
+        self.problems = load_problems(config, self.model.tokenizer, context_limit(self.model))
         self.weights = WeightStore(run.store)
         self.buffer = RolloutBuffer(run.store, config.schedule.max_staleness)
         self.rewards = RewardPool(config.rewards, config.scoring)
@@ -83,7 +106,7 @@ class Services:
             replicas.processes if replicas else None,
         )
         self.producer = Producer(
-            pool, self.rewards, self.buffer, self.timeline, _decoder(tokenizer), config.seed
+            pool, self.rewards, self.buffer, self.timeline, self._decode, seed=config.seed
         )
 
     def __enter__(self) -> Services:
@@ -96,9 +119,8 @@ class Services:
         self.producer.close()
         self.rewards.close()
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        """Make ``version`` visible to the replicas: weights, model configuration and tokenizer."""
-        return self.weights.publish(version, tensors, self.model.files())
+    def _decode(self, token_ids: NDArray[np.int32]) -> str:
+        return str(self.model.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def _key_from_environment() -> str:
@@ -106,10 +128,3 @@ def _key_from_environment() -> str:
     if not key:
         raise ConfigError(f"{API_KEY_VARIABLE} is not set: it must hold the key the replicas were started with")
     return key
-
-
-def _decoder(tokenizer: object):  # noqa: ANN202
-    def decode(token_ids: object) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    return decode

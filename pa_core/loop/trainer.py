@@ -1,4 +1,4 @@
-"""The paper's algorithm (Periodic Asynchrony, Algorithm 1), readable top to bottom in :meth:`Trainer._train`.
+"""The paper's algorithm (Periodic Asynchrony, arXiv 2511.18871), readable top to bottom in :meth:`Trainer._train`.
 
 For every iteration t: the producer sends N prompts to the replicas that hold version t; the trainer consumes each
 scored group as it finishes and accumulates gradient; only when all N groups are consumed does it step, publish
@@ -8,10 +8,10 @@ version t+1, and let the next iteration begin.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
+from pa_core.data.stream import PromptStream
 from pa_core.errors import Stopped
 from pa_core.loop import evaluation
 from pa_core.loop.iteration import rollout_metrics
@@ -24,13 +24,23 @@ from pa_core.loop.services import Services
 from pa_core.loop.signals import StopSignals
 from pa_core.records import Group, Prompt
 from pa_core.rollout.process import ReplicaSet
+from pa_core.store.checkpoints import CheckpointStore
+from pa_core.store.ledger import Ledger
 from pa_core.tracking.summary import RunSummary
+from pa_core.tracking.timeline import TRAIN
 
 log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run in this process, from the first evaluation to the summary."""
+    """One training run in this process, from the first evaluation to the summary.
+
+    Args:
+        run: a prepared run; one with a checkpoint is continued.
+        signals: how a stop from outside arrives.
+        show: told of every change of progress.
+        replicas: the replica processes, where this program started them.
+    """
 
     def __init__(
         self,
@@ -39,45 +49,53 @@ class Trainer:
         show: Callable[[ProgressState], None],
         replicas: ReplicaSet | None = None,
     ) -> None:
-        self.run_ = run
         self.config = run.config
         self.signals = signals
         self.services = Services(run, replicas)
-        self.learner = Learner(self.config, self.services.model)
-        self.recorder = Recorder(run, self.services, show)
+        self.stream = PromptStream(self.services.problems.train, self.config.seed, self.config.data.shuffle)
+        self.learner = Learner(self.config, self.services.model.model)
+        self.recorder = Recorder(self.services, show)
+        self.checkpoints = CheckpointStore(run.store)
+        self.ledger = Ledger(run.store)
+        self.cursor: dict[str, Any] = self.stream.state()
         self.prompts: list[Prompt] = []
+        self.weights_sha256 = ""
 
     def run(self) -> RunSummary:
         """Train to the end. Raises what stopped it, after the MLflow run got its final status."""
         with self.services, self.recorder:
             try:
-                self._resume_or_publish()
+                self._restore()
+                self._publish()
                 self.services.producer.start(self.config.engine.startup_timeout_s)
                 return self._train()
-            except Stopped as stop:
-                raise Stopped(self._leave_resumable(str(stop))) from None
+            except Stopped:
+                self._save_on_stop()
+                raise
 
     def _train(self) -> RunSummary:
-        first, last = self.learner.version, self.config.iterations
-        self._evaluate("before")
-        if first < last:
-            self._begin(first)
-        for t in range(first, last):
+        first, end = self.learner.version, self.config.iterations
+        if first == 0:
+            self._evaluate()
+        self._begin(first)
+        for t in range(first, end):
             groups = self._consume(t)
             with self.signals.uninterrupted():
-                self._step_and_publish()
-            if t + 1 < last:
+                self._step_and_publish(t)
+            if t + 1 < end:
                 self._begin(t + 1)
-            self._record(t, groups)
-        self._evaluate("after")
-        return self.recorder.finish(self.learner)
+            self._book(t, groups)
+        self._evaluate()
+        return self.recorder.finish(self.weights_sha256)
 
     def _begin(self, t: int) -> None:
-        """Open iteration t: groups already in the store are reused, the other prompts go to the producer."""
-        self.prompts = self.services.stream.take(self.config.prompts_per_iteration)
-        stored = self.services.buffer.restore(t, [prompt.id for prompt in self.prompts])
+        """Open iteration t: groups that the store already has are reused, the other prompts go to the producer."""
+        self.prompts = self.stream.take(self.config.prompts_per_iteration)
+        self.recorder.begin()
+        ids = [prompt.id for prompt in self.prompts]
+        self.services.buffer.expect(t, ids)
+        stored = self.services.buffer.resume(t, ids)
         missing = [prompt for prompt in self.prompts if prompt.id not in stored]
-        self.recorder.begin(t, groups=len(self.prompts))
         self.services.producer.begin(t, missing, self.config.sampling, self.config.group_size)
 
     def _consume(self, t: int) -> list[Group]:
@@ -87,39 +105,94 @@ class Trainer:
         current = 0
         self.learner.begin_iteration()
         arrivals = deliveries(
-            self.services.buffer, self.config.schedule, t, batches, self.services.patience_s, self.services.timeline
+            self.services.buffer,
+            self.services.timeline,
+            self.config.schedule,
+            t,
+            batches,
+            self.services.patience_s,
         )
         for number, groups in arrivals:
             if number != current:
-                self.learner.step()
+                with self.services.timeline.span("step", TRAIN, t):
+                    self.learner.step()
                 current = number
-            self.learner.accumulate(groups)
+            with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
+                self.learner.accumulate(groups)
             consumed += groups
+            self.services.rewards.check(consumed, expected=len(self.prompts) * self.config.group_size)
             self.recorder.consumed(len(consumed))
-        self.services.rewards.check(consumed)
         return consumed
 
-    def _step_and_publish(self) -> None:
-        """The step from version t to t+1, made visible in the store: the one moment both sides change policy."""
-        self.learner.step()
-        self.learner.advance()
-        self.services.publish(self.learner.version, self.learner.weights())
-        self.services.cursor = self.services.stream.state()
+    def _step_and_publish(self, t: int) -> None:
+        """From version t to t+1, made visible in the store: the one moment at which the policy changes."""
+        with self.services.timeline.span("step", TRAIN, t):
+            self.learner.step()
+            self.learner.advance()
+        self._publish()
+        self.cursor = self.stream.state()
+        self.recorder.stepped(t)
 
-    def _record(self, t: int, groups: list[Group]) -> None:
-        """Book iteration t while the replicas already generate for t+1."""
-        self.services.book(t, groups, self.learner.advantages)
-        self.recorder.iteration(t, rollout_metrics(groups) | self.learner.metrics(), groups)
+    def _publish(self) -> None:
+        version = self.learner.version
+        with self.services.timeline.span("publish", TRAIN, max(0, version - 1), version=version):
+            manifest = self.services.weights.publish(version, self.learner.weights(), self.services.model_files)
+        self.weights_sha256 = manifest.weights_sha256
+
+    def _book(self, t: int, groups: list[Group]) -> None:
+        """Record iteration t while the replicas already generate for t+1."""
+        with self.services.timeline.span("log", TRAIN, t):
+            self.ledger.write(t, [group.id for group in groups])
+            self.services.buffer.compact(t, groups, self.learner.advantages)
+            self.recorder.iteration(t, rollout_metrics(groups) | self.learner.metrics(), groups)
         if self.config.checkpoint.every and (t + 1) % self.config.checkpoint.every == 0:
-            self.services.checkpoint(self.learner, self.recorder.state())
+            self._checkpoint()
+        kept = set(self.checkpoints.versions()) | set(
+            range(self.learner.version - self.config.store.keep_versions + 1, self.learner.version + 1)
+        )
+        self.services.weights.retain(kept)
 
-    def _evaluate(self, when: str) -> None:
+    def _evaluate(self) -> None:
         held_out = self.services.problems.held_out
-        if not self.config.evaluation.enabled or not held_out:
+        if self.config.evaluation.enabled and held_out:
+            self.recorder.accuracy(
+                evaluation.measure(self.config, self.services.producer, self.learner.version, held_out)
+            )
+
+    def _checkpoint(self) -> None:
+        """Everything that is needed to go on from the current version, the iteration's groups aside."""
+        version = self.learner.version
+        with self.services.timeline.span("checkpoint", TRAIN, version):
+            state = {
+                "scheduler": self.learner.scheduler_state(),
+                "cursor": self.cursor,
+                "record": self.recorder.state(),
+            }
+            self.checkpoints.save(version, self.learner.optimizer_tensors(), state)
+            self.checkpoints.retain(self.config.checkpoint.keep)
+
+    def _restore(self) -> None:
+        """Go on from the latest checkpoint, if there is one.
+
+        What later versions left behind is removed: this process will not make the same weights bit for bit, so
+        groups that those sampled are not on-policy any more. Groups of the checkpoint's own version are kept.
+        """
+        version = self.checkpoints.latest() or 0
+        if version:
+            checkpoint = self.checkpoints.load(version)
+            self.learner.restore(checkpoint, self.services.weights.load(version))
+            self.recorder.restore(checkpoint.state["record"])
+            self.stream.restore(checkpoint.state["cursor"])
+            self.cursor = checkpoint.state["cursor"]
+            log.info("resuming at version %d", version)
+        removed = self.services.weights.retain({0, *self.checkpoints.versions()})
+        for later in range(version + 1, max(removed, default=0) + 1):
+            self.services.buffer.discard(later)
+            self.ledger.remove(later)
+
+    def _save_on_stop(self) -> None:
+        """Leave a checkpoint of the last whole version behind, so that nothing of it is repeated."""
+        if not self.config.checkpoint.every or self.learner.torn or self.learner.version == 0:
             return
-        found = evaluation.measure(self.config, self.services.producer, self.learner.version, held_out)
-        self.recorder.accuracy(when, found)
-
-    def _resume_or_publish(self) -> None: ...
-
-    def _leave_resumable(self, reason: str) -> str: ...
+        if self.checkpoints.latest() != self.learner.version:
+            self._checkpoint()

@@ -74,7 +74,7 @@ class Rows:
         else:
             assert self.index is not None
             rows = source.index_select(0, self.index)
-        return rows.unflatten(0, (self.batch, self.length))
+        return rows.view(self.batch, self.length, *source.shape[1:])
 
     def gather_zeroed(self, source: Tensor) -> Tensor:
         """As :meth:`gather`, with zeros at the padding."""

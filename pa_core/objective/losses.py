@@ -106,7 +106,7 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def clipped_surrogate(policy: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high) A) per token, ρ = exp(policy - old).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = exp(policy - old).
 
     GRPO, arXiv 2402.03300, eq. 3; unequal bounds (clip-higher) are DAPO's, arXiv 2503.14476, eq. 10.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
@@ -21,10 +22,15 @@ def math(response: str, answer: str, *, metadata: Mapping[str, Any]) -> float:
     Raises:
         ValueError: when the gold answer cannot be parsed.
     """
+    found = parse(response, parsing_timeout=None)
+    return float(verify(_parse_gold(answer), found, timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)  # the samples of a group share their answer
+def _parse_gold(answer: str) -> list[Any]:
     # Outside of a LaTeX environment only plain numbers are read; "x^2+1" and "(1,2)" need one.
     text = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    gold = parse(text, parsing_timeout=None, raise_on_error=True)
+    gold: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
     if not gold:
         raise ValueError(f"the gold answer {answer!r} cannot be parsed as mathematics; use the reward exact")
-    found = parse(response, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    return gold

@@ -164,22 +164,27 @@ class RewardPool:
         if sample.unscored is None:
             sample.reward = sum(config.weight * sample.rewards[config.name] for config in self._rewards)
 
-    def check(self, groups: Iterable[Group]) -> None:
+    def check(self, groups: Iterable[Group], expected: int = 0) -> None:
         """Judge an iteration's groups: too large a share without a score stops the run.
+
+        Args:
+            groups: those that are there.
+            expected: samples of the whole iteration; lets the verdict come as soon as it is certain.
 
         Raises:
             RewardError: naming the reward, the cause, its last message, the share and ``scoring.max_unscored``.
         """
         samples = [sample for group in groups for sample in group.samples]
         causes = Counter(sample.unscored for sample in samples if sample.unscored is not None)
-        if not samples or causes.total() <= self._scoring.max_unscored * len(samples):
+        of = max(expected, len(samples))
+        if causes.total() <= self._scoring.max_unscored * of:
             return
         key, _ = causes.most_common(1)[0]
         cause, _, name = key.partition(":")
         listed = ", ".join(f"{count} x {each}" for each, count in causes.most_common())
         last = self._messages.get(key)
         raise RewardError(
-            f"reward {name!r} left too many samples unscored: {causes.total()} of {len(samples)} have no score "
+            f"reward {name!r} left too many samples unscored: {causes.total()} of {of} have no score "
             f"({listed}), more than scoring.max_unscored={self._scoring.max_unscored:g} allows. "
             + (f"Last {cause}: {last}. " if last else "")
             + f"Fix: {_FIXES[cause]}"

@@ -74,12 +74,12 @@ class HttpReplicaClient:
         return str(answer.get("weights_sha256"))
 
     async def alive(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """Whether /health answers within ``timeout_s`` seconds."""
+        """Whether the replica of this very name answers /health within ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.get(self._url + "/health", headers=self._headers, timeout=timeout) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
+                return response.status == 200 and (await response.json()).get("id") == self._id
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return False
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
 from pa_core.config import EngineConfig
-from pa_core.errors import EngineError, StoreError
-from pa_core.rollout.client import PROBE_TIMEOUT_S, HttpReplicaClient, ReplicaClient, ReplicaLost
+from pa_core.errors import EngineError
+from pa_core.rollout.client import ReplicaLost
 from pa_core.rollout.process import ChildProcess
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, VersionMismatch
+from pa_core.rollout.replica import Replica
 from pa_core.store.objects import ObjectStore
-from pa_core.store.registry import ReplicaRecord, ReplicaRegistry
+from pa_core.store.registry import ReplicaRegistry
 from pa_core.store.weights import WeightStore
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 POLL_S = 0.5
 """Seconds between two looks at processes and heartbeats."""
@@ -45,41 +42,18 @@ class LoadAck:
 
 
 @dataclass
-class _Replica:
-    """What the pool knows of one replica."""
-
-    id: str
-    process: ChildProcess | None
-    client: ReplicaClient | None = None
-    version: int | None = None
-    loading: int | None = None
-    in_flight: int = 0
-    heartbeat: float = 0.0
-    heard_at: float = 0.0
-    state: str = "not announced"
-    refused: str | None = None
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    @property
-    def alive(self) -> bool:
-        return not self.death.done()
-
-    def status(self) -> str:
-        """One phrase for messages."""
-        if not self.alive:
-            return f"replica {self.id} is dead: {self.death.result()}"
-        if self.loading is not None:
-            return f"replica {self.id} is loading version {self.loading}"
-        if self.refused is not None:
-            return f"replica {self.id} failed to load: {self.refused}"
-        return f"replica {self.id} is {self.state} with version {self.version}"
-
-
-@dataclass
 class _Waiter:
+    """A group that wants a replica, but none that already failed it (cause by replica id)."""
+
     version: int
-    future: asyncio.Future[_Replica]
+    failures: dict[str, EngineError]
+    future: asyncio.Future[Replica]
+
+    def accepts(self, replica: Replica) -> bool:
+        return replica.alive and replica.version == self.version and replica.id not in self.failures
+
+    def may_accept(self, replica: Replica) -> bool:
+        return self.accepts(replica) or (replica.alive and replica.loading == self.version)
 
 
 class ReplicaPool:
@@ -112,7 +86,7 @@ class ReplicaPool:
         self._config = config
         self._processes = dict(processes or {})
         self._limit = 2 * config.batch_groups
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._waiters: deque[_Waiter] = deque()
         self._target: int | None = None
         self._progress_at = 0.0
@@ -137,7 +111,7 @@ class ReplicaPool:
     @property
     def dead(self) -> dict[str, str]:
         """Why each dead replica counts as dead."""
-        return {replica.id: replica.death.result() for replica in list(self._replicas.values()) if not replica.alive}
+        return {replica.id: replica.cause or "" for replica in list(self._replicas.values()) if not replica.alive}
 
     async def start(self) -> None:
         """Wait until every replica serves.
@@ -146,19 +120,19 @@ class ReplicaPool:
             EngineError: a replica died at start (exit code and the end of its log are named), or is not there after
                 ``engine.startup_timeout_s``.
         """
-        self._replicas = {name: _Replica(name, self._processes.get(name)) for name in self._ids}
-        for replica in self._replicas.values():
-            replica.idle.set()
+        self._replicas = {
+            name: Replica(name, self._processes.get(name), self._registry, self._dispatch) for name in self._ids
+        }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
                 while waiting := [replica for replica in self._replicas.values() if replica.client is None]:
-                    await asyncio.gather(*(self._look_at_start(replica) for replica in waiting))
+                    await asyncio.gather(*(replica.join(self._session, self._api_key) for replica in waiting))
                     await asyncio.sleep(0.1)
         except TimeoutError:
             missing = [replica for replica in self._replicas.values() if replica.client is None]
-            reasons = "; ".join(self._with_log(replica, replica.status()) for replica in missing)
+            reasons = "; ".join(replica.with_log(replica.status()) for replica in missing)
             await self.close()
             raise EngineError(
                 f"not every replica serves after engine.startup_timeout_s={self._config.startup_timeout_s:g} s: "
@@ -173,7 +147,8 @@ class ReplicaPool:
         """Have every living replica load ``version``; each becomes eligible the moment it acknowledges.
 
         May run beside :meth:`generate`, whose calls for ``version`` wait for the first replica. A replica that fails
-        gets no work until a later load succeeds, and holds nobody up.
+        gets no work until a later load succeeds; a slow one that is asked for a later version meanwhile goes on with
+        that. Neither holds the others up.
 
         Returns:
             The acknowledgements, in the order they came.
@@ -189,18 +164,17 @@ class ReplicaPool:
             # From here on nothing new goes to the replica, so its requests in flight drain.
             replica.version, replica.loading, replica.refused = None, version, None
         try:
-            manifest = await asyncio.to_thread(self._weights.manifest, version)
-            if manifest is None:
-                raise StoreError(f"policy version {version} is not published, so no replica can load it")
+            manifest = await asyncio.to_thread(self._weights.require, version)
             acks: list[LoadAck] = []
             await asyncio.gather(
                 *(self._load_one(replica, version, manifest.weights_sha256, acks) for replica in living)
             )
         finally:
             for replica in living:
-                replica.loading = None
+                if replica.loading == version:
+                    replica.loading = None
             self._dispatch()
-        if not acks:
+        if not acks and self._target == version:
             raise self._none_left(f"no replica has loaded policy version {version}")
         return acks
 
@@ -210,10 +184,10 @@ class ReplicaPool:
         Raises:
             EngineError: no replica is left that could serve the request, with the cause for each.
         """
-        attempts: set[str] = set()
+        failures: dict[str, EngineError] = {}
         broken = 0
         while True:
-            replica = await self._acquire(request.version)
+            replica = await self._acquire(request.version, failures)
             try:
                 return await self._run(replica, request)
             except ReplicaLost as error:
@@ -226,14 +200,10 @@ class ReplicaPool:
                     replica.version, replica.refused = None, str(error)
                 logger.warning("replica %s is out of the gate: %s", replica.id, error)
             except EngineError as error:
-                attempts.add(replica.id)
-                if attempts >= {other.id for other in self._living() if other.version == request.version}:
-                    raise
+                failures[replica.id] = error
                 logger.warning("group %s is dispatched again: %s", request.group_id, error)
             finally:
-                replica.in_flight -= 1
-                if not replica.in_flight:
-                    replica.idle.set()
+                replica.release()
                 self._progress_at = asyncio.get_running_loop().time()
                 self._dispatch()
 
@@ -250,71 +220,45 @@ class ReplicaPool:
 
     # -- start and load
 
-    async def _look_at_start(self, replica: _Replica) -> None:
-        """Take a replica in once its own record says that it is ready."""
-        if replica.process is not None and (code := replica.process.poll()) is not None:
-            raise EngineError(self._with_log(replica, f"replica {replica.id} died at start ({_exit(code)})"))
-        record = await self._fresh_record(replica)
-        if record is None:
-            return
-        replica.state = record.state
-        if record.state == "ready" and self._session is not None:
-            replica.client = HttpReplicaClient(self._session, replica.id, record.url, self._api_key)
-            logger.info("replica %s serves at %s", replica.id, record.url)
-
-    async def _fresh_record(self, replica: _Replica) -> ReplicaRecord | None:
-        """The replica's record if it is alive; notes when a heartbeat was last seen to change, by this clock."""
-        try:
-            record = await asyncio.to_thread(self._registry.read, replica.id)
-        except StoreError as error:
-            logger.warning("the record of replica %s cannot be read: %s", replica.id, error)
-            return None
-        # A record of an earlier process of the same run is not this replica's.
-        if record is None or (replica.process is not None and record.pid != replica.process.pid):
-            return None
-        first = replica.heartbeat == 0.0
-        if record.heartbeat != replica.heartbeat:
-            replica.heartbeat, replica.heard_at = record.heartbeat, time.monotonic()
-        # Whose process is unknown must be seen to beat once: an old record never changes.
-        return None if first and replica.process is None else record
-
-    async def _load_one(self, replica: _Replica, version: int, digest: str, acks: list[LoadAck]) -> None:
+    async def _load_one(self, replica: Replica, version: int, digest: str, acks: list[LoadAck]) -> None:
+        """Load one replica, unless it is asked for a later version before its turn comes."""
         started = time.time()
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                await self._until_death(replica, replica.idle.wait())
-                assert replica.client is not None and not replica.in_flight
-                got = await self._until_death(replica, replica.client.load(version))
-        except TimeoutError:
-            self._declare_dead(
-                replica,
-                f"it did not load version {version} within engine.request_timeout_s="
-                f"{self._config.request_timeout_s:g} s",
-            )
-        except ReplicaLost as error:
-            await self._connection_lost(replica, error)
-        except EngineError as error:
-            replica.refused = str(error)
-            logger.warning("replica %s gets no work: it failed to load version %s: %s", replica.id, version, error)
-        else:
-            if got == digest:
-                replica.version = version
-                acks.append(LoadAck(replica.id, version, got, started, time.time()))
+        limit = self._config.request_timeout_s
+        got: str | None = None
+        async with replica.load_lock:
+            if not replica.alive or replica.loading != version:
+                return
+            try:
+                async with asyncio.timeout(limit):
+                    await replica.until_death(replica.idle.wait())
+                    assert replica.client is not None and not replica.in_flight
+                    got = await replica.until_death(replica.client.load(version))
+                if got != digest:
+                    raise EngineError(f"its weights have digest {got}, version {version} has {digest}")
+            except TimeoutError:
+                replica.die(f"it did not load version {version} within engine.request_timeout_s={limit:g} s")
+            except EngineError as error:
+                if isinstance(error, ReplicaLost):
+                    await replica.connection_lost(error)
+                if replica.alive and replica.loading == version:
+                    replica.refused = str(error)
+                    logger.warning("replica %s gets no work: it failed to load %s: %s", replica.id, version, error)
             else:
-                replica.refused = f"its weights have digest {got}, version {version} has {digest}"
-                logger.warning("replica %s gets no work: %s", replica.id, replica.refused)
-        replica.loading = None
+                acks.append(LoadAck(replica.id, version, got, started, time.time()))
+        if replica.loading == version:
+            replica.version = version if got == digest else None
+            replica.loading = None
         self._progress_at = asyncio.get_running_loop().time()
         self._dispatch()
 
     # -- dispatch
 
-    def _living(self) -> list[_Replica]:
+    def _living(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.alive]
 
-    async def _acquire(self, version: int) -> _Replica:
+    async def _acquire(self, version: int, failures: dict[str, EngineError]) -> Replica:
         """The least loaded eligible replica with room, first come first served; its count is already raised."""
-        waiter = _Waiter(version, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(version, failures, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         if len(self._waiters) == 1:
             self._progress_at = asyncio.get_running_loop().time()
@@ -324,9 +268,7 @@ class ReplicaPool:
         except asyncio.CancelledError:
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
                 replica = waiter.future.result()
-                replica.in_flight -= 1
-                if not replica.in_flight:
-                    replica.idle.set()
+                replica.release()
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             self._dispatch()
@@ -340,13 +282,12 @@ class ReplicaPool:
                 continue
             eligible = [
                 replica
-                for replica in self._living()
-                if replica.version == waiter.version and replica.in_flight < self._limit
+                for replica in self._replicas.values()
+                if waiter.accepts(replica) and replica.in_flight < self._limit
             ]
             if eligible:
                 replica = min(eligible, key=lambda candidate: candidate.in_flight)
-                replica.in_flight += 1
-                replica.idle.clear()
+                replica.take()
                 self._waiters.remove(waiter)
                 waiter.future.set_result(replica)
         self._fail_waiters(self._hopeless)
@@ -357,11 +298,11 @@ class ReplicaPool:
         if not living:
             return self._none_left("no replica is left")
         # Another version than the one asked for last may still be on its way.
-        if waiter.version == self._target and not any(
-            waiter.version in (replica.version, replica.loading) for replica in living
-        ):
-            return self._none_left(f"no living replica has policy version {waiter.version}")
-        return None
+        if waiter.version != self._target or any(waiter.may_accept(replica) for replica in living):
+            return None
+        if waiter.failures:
+            return EngineError("; ".join(str(error) for error in waiter.failures.values()))
+        return self._none_left(f"no living replica has policy version {waiter.version}")
 
     def _fail_waiters(self, verdict: Callable[[_Waiter], EngineError | None]) -> None:
         for waiter in list(self._waiters):
@@ -371,89 +312,31 @@ class ReplicaPool:
                 if not waiter.future.done():
                     waiter.future.set_exception(error)
 
-    async def _run(self, replica: _Replica, request: GenerateRequest) -> GenerateResponse:
+    async def _run(self, replica: Replica, request: GenerateRequest) -> GenerateResponse:
         """One attempt. Raises ReplicaLost when the replica dies or misses its deadline."""
         assert replica.client is not None
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
-                return await self._until_death(replica, replica.client.generate(request))
+                return await replica.until_death(replica.client.generate(request))
         except TimeoutError:
             cause = (
                 f"it did not answer group {request.group_id} within engine.request_timeout_s="
                 f"{self._config.request_timeout_s:g} s"
             )
-            self._declare_dead(replica, cause)
+            replica.die(cause)
             raise ReplicaLost(f"replica {replica.id}: {cause}") from None
         except ReplicaLost as error:
-            await self._connection_lost(replica, error)
+            await replica.connection_lost(error)
             raise
 
     # -- life and death
 
-    async def _until_death(self, replica: _Replica, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, but no longer than the replica lives; then raise ReplicaLost."""
-        task = asyncio.create_task(work)
-        waited: set[asyncio.Future[Any]] = {task, replica.death}
-        try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise ReplicaLost(f"replica {replica.id} died: {replica.death.result()}")
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    async def _connection_lost(self, replica: _Replica, error: ReplicaLost) -> None:
-        """A broken connection is a death unless the replica still answers."""
-        if not replica.alive:
-            return
-        for _ in range(3):
-            if replica.process is not None and (code := replica.process.poll()) is not None:
-                self._declare_dead(replica, f"its process ended ({_exit(code)})")
-                return
-            if replica.client is not None and await replica.client.alive():
-                return
-            await asyncio.sleep(0.2)
-        self._declare_dead(replica, str(error))
-
-    def _declare_dead(self, replica: _Replica, cause: str) -> None:
-        """Take a replica out for good; what was in flight there is dispatched again by its callers."""
-        if not replica.alive:
-            return
-        replica.version = None
-        replica.death.set_result(self._with_log(replica, cause))
-        logger.error("replica %s is dead: %s", replica.id, replica.death.result())
-        if replica.process is not None:
-            # A stopped or hung process would keep its cores and could come back with old weights.
-            replica.process.signal(signal.SIGKILL)
-        self._dispatch()
-
     async def _watch(self) -> None:
         """Look after processes, heartbeats and waiting groups until closed."""
-        for replica in self._replicas.values():
-            replica.heard_at = time.monotonic()
         while True:
-            await asyncio.gather(*(self._check(replica) for replica in self._living()))
+            await asyncio.gather(*(replica.check(self._config.heartbeat_timeout_s) for replica in self._living()))
             self._check_progress()
             await asyncio.sleep(POLL_S)
-
-    async def _check(self, replica: _Replica) -> None:
-        if replica.process is not None and (code := replica.process.poll()) is not None:
-            self._declare_dead(replica, f"its process ended ({_exit(code)})")
-            return
-        await self._fresh_record(replica)
-        limit = self._config.heartbeat_timeout_s
-        silence = time.monotonic() - replica.heard_at
-        if limit / 2 < silence <= limit and replica.client is not None:
-            # The store may be what is slow: a replica that answers is alive.
-            if await replica.client.alive(min(PROBE_TIMEOUT_S, limit - silence)):
-                replica.heard_at = time.monotonic()
-        elif silence > limit:
-            self._declare_dead(
-                replica,
-                f"no heartbeat for {silence:.1f} s (engine.heartbeat_timeout_s={self._config.heartbeat_timeout_s:g})",
-            )
 
     def _check_progress(self) -> None:
         """Fail groups that wait although nothing has been loaded or answered for longer than anything may take."""
@@ -466,19 +349,3 @@ class ReplicaPool:
     def _none_left(self, what: str) -> EngineError:
         reasons = "; ".join(replica.status() for replica in self._replicas.values())
         return EngineError(f"{what}: {reasons}")
-
-    @staticmethod
-    def _with_log(replica: _Replica, what: str) -> str:
-        if replica.process is None:
-            return what
-        return f"{what}; the end of its log {replica.process.log_path}:\n{replica.process.tail()}\n"
-
-
-def _exit(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -88,7 +88,7 @@ class ReplicaServer:
             await self._runner.cleanup()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
-        await asyncio.to_thread(self._registry.withdraw, self._id)
+        await asyncio.to_thread(self._registry.remove, self._id)
 
     async def announce(self) -> None:
         """Write the replica's record once: url, state, version, heartbeat."""
@@ -197,13 +197,14 @@ def build_engine(store: ObjectStore, config: TrainConfig, replica_id: str) -> En
 
     loaded = load_policy(config.model)
     weights = WeightStore(store)
+    targets = loaded.model.state_dict()
 
     def load_weights(version: int) -> str:
-        return weights.load_into(version, loaded.model).weights_sha256
+        return weights.load_into(version, targets).weights_sha256
 
     return EmbeddedEngine(
         loaded.model,
-        loaded.stop_ids,
+        loaded.eos_token_ids,
         load_weights,
         replica=replica_id,
         batch_groups=config.engine.batch_groups,

@@ -215,8 +215,11 @@ class ObjectStore:
             else:
                 Path(path).unlink()
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Keys below a prefix, sorted. For retention and tools; a reader must know its key instead."""
+    def list(self, prefix: str = "", *, unfinished: bool = False) -> list[str]:
+        """Keys below a prefix, sorted. For retention and tools; a reader must know its key instead.
+
+        ``unfinished`` also gives the temporary files of local writers, whether at work or dead.
+        """
         path = self._path(prefix) if prefix else self._root
         with self._explained("list", prefix):
             try:
@@ -224,7 +227,7 @@ class ObjectStore:
             except FileNotFoundError:
                 return []
         keys = [name.removeprefix(self._root).lstrip("/") for name in found]
-        return sorted(key for key in keys if not local_files.is_temporary(key))
+        return sorted(key for key in keys if unfinished or not local_files.is_temporary(key))
 
     def _path(self, key: str) -> str:
         parts = key.split("/")
@@ -252,7 +255,7 @@ class ObjectStore:
         except self._failures as error:
             number = getattr(error, "errno", None)
             cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
+            name = f" ({errno.errorcode[number]})" if number else ""
             if isinstance(error, PermissionError):
                 number = number or errno.EACCES
             fix = _FIXES.get(number or 0, "Check store.url and that the store is reachable.")

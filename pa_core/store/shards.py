@@ -107,7 +107,7 @@ class Shard:
         yield self._header
         for tensor in self.tensors.values():
             flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-            data = memoryview(flat.numpy())
+            data = flat.numpy().data
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield data[start : start + _CHUNK_BYTES]
 
@@ -147,9 +147,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> tuple[
     return [Shard({name: tensors[name] for name in names}) for names in bins], tied
 
 
-def publish_hashed(
-    store: ObjectStore, key: str, chunks: Iterator[bytes | memoryview], *, durable: bool
-) -> StoredFile:
+def publish_hashed(store: ObjectStore, key: str, chunks: Iterator[bytes | memoryview], *, durable: bool) -> StoredFile:
     """Publish a file exclusively while its size and sha256 are taken."""
     digest = hashlib.sha256()
     size = 0

@@ -30,7 +30,6 @@ from pa_core.store.shards import (
     dtype_name,
     memory_of,
     plan_shards,
-    publish_hashed,
     read_shard,
     tensor_table,
     verified_files,
@@ -38,12 +37,19 @@ from pa_core.store.shards import (
 )
 
 MANIFEST = "manifest.json"
+LATEST = "latest.json"
 SHARD_BYTES = 512 << 20
 
 
 def version_name(version: int) -> str:
     """``v000012``: how a policy version is written in keys."""
     return f"v{version:06d}"
+
+
+def version_of(key: str) -> int:
+    """The policy version that a key begins with, or -1."""
+    match = re.match(r"v(\d+)(?=[/.])", key)
+    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,11 @@ class WeightStore:
             if winner is None or not isinstance(error, FileExistsError):
                 raise
             return self._same(winner, _weights_digest([shard.digest() for shard in shards]))
+        self._point_to(version)
         return manifest
+
+    def _point_to(self, version: int) -> None:
+        self._store.publish(LATEST, json.dumps({"version": version}).encode(), exclusive=False, durable=False)
 
     def _write(
         self,
@@ -144,9 +154,7 @@ class WeightStore:
             files.append(StoredFile(name, len(content), hashlib.sha256(content).hexdigest()))
         return Manifest(version, tuple(files), tensor_table(names, shards, tied), digest)
 
-    def _clean_up(
-        self, version: int, names: list[str], extra: list[str], error: BaseException
-    ) -> Manifest | None:
+    def _clean_up(self, version: int, names: list[str], extra: list[str], error: BaseException) -> Manifest | None:
         """Remove what a failed attempt left; the manifest that another publisher has written meanwhile, if any."""
         try:
             winner = self.manifest(version)
@@ -172,6 +180,18 @@ class WeightStore:
         """The manifest of a version, or None while it is not published."""
         data = self._store.find(self._key(version, MANIFEST))
         return None if data is None else Manifest.from_json(data)
+
+    def latest(self) -> int | None:
+        """The newest version, or None before the first.
+
+        ``latest.json`` says where to begin, the manifests decide: a version whose publisher died before it could
+        write the former is found all the same.
+        """
+        data = self._store.find(LATEST)
+        version = -1 if data is None else int(json.loads(data)["version"])
+        while self._store.exists(self._key(version + 1, MANIFEST)):
+            version += 1
+        return version if version >= 0 and self._store.exists(self._key(version, MANIFEST)) else None
 
     def require(self, version: int) -> Manifest:
         """The manifest of a version that must exist."""
@@ -201,8 +221,8 @@ class WeightStore:
         tensors = {name: tensor for shard in self.shards(version) for name, tensor in shard.items()}
         return tensors | {name: tensors[owner] for name, owner in manifest.table.tied.items()}
 
-    def load_into(self, version: int, targets: Mapping[str, torch.Tensor]) -> Manifest:
-        """Copy a version into existing tensors, for example a model's ``state_dict()``, one tensor at a time.
+    def load_into(self, version: int, targets: Mapping[str, torch.Tensor] | torch.nn.Module) -> Manifest:
+        """Copy a version into existing tensors, or a model's parameters and buffers, one tensor at a time.
 
         Names, shapes, dtypes and digests are all checked before the first byte is copied, so a refused version
         leaves the model as it was. A tied tensor counts as present under any of its names.
@@ -211,7 +231,7 @@ class WeightStore:
             StoreError: the version is missing or damaged, or does not fit ``targets``.
         """
         manifest = self.require(version)
-        places = _match(manifest, targets)
+        places = _match(manifest, targets.state_dict() if isinstance(targets, torch.nn.Module) else targets)
         with verified_files(self._store, version_name(version), manifest.shards) as paths, torch.no_grad():
             for path in paths:
                 for name, tensor in read_shard(path):
@@ -226,11 +246,27 @@ class WeightStore:
         self._store.sync(self._key(version, MANIFEST))
 
     def retain(self, keep: set[int]) -> list[int]:
-        """Remove every version but ``keep``, manifest first, and what crashed publishers left; removed versions."""
-        found = {int(match[1]) for key in self._store.list() if (match := re.match(r"v(\d+)/", key))}
-        for version in sorted(found - keep):
+        """Remove every version but ``keep``, and what crashed publishers left; the removed versions, in order."""
+        found = self._found()
+        return self._remove_all(found - keep, found & keep)
+
+    def forget_after(self, version: int) -> list[int]:
+        """Remove the versions later than ``version``, which will be made anew; the removed versions, in order."""
+        found = self._found()
+        later = {other for other in found if other > version}
+        return self._remove_all(later, found - later)
+
+    def _found(self) -> set[int]:
+        """Versions of which anything is there, be it only what a crashed publisher left."""
+        return {version_of(key) for key in self._store.list(unfinished=True)} - {-1}
+
+    def _remove_all(self, versions: set[int], others: set[int]) -> list[int]:
+        for version in sorted(versions, reverse=True):
             self.remove(version)
-        return sorted(found - keep)
+        newest = max((other for other in others if self.manifest(other) is not None), default=-1)
+        if newest >= 0 and newest < max(versions, default=-1):
+            self._point_to(newest)
+        return sorted(versions)
 
     def remove(self, version: int) -> None:
         """Remove one version, manifest first, so that no reader takes it for whole."""

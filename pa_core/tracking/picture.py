@@ -213,6 +213,7 @@ def reward_curve(
         title: heading.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4.6), dpi=130, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
@@ -235,7 +236,7 @@ def reward_curve(
     axes.margins(x=0.04, y=0.14)
     axes.grid(axis="y", color=RULE, linewidth=0.6)
     axes.tick_params(length=0, colors=MUTED)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(RULE)

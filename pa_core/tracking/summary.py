@@ -63,7 +63,7 @@ def total_times(times: Sequence[IterationTimes]) -> IterationTimes:
     """Times summed over iterations; overlap and bound are those of the sums."""
 
     def total(read: str, side: str | None = None) -> float:
-        return sum(getattr(getattr(one, side) if side else one, read) for one in times)
+        return float(sum(getattr(getattr(one, side) if side else one, read) for one in times))
 
     shares = {
         side: {name: total(name, side) for name in ("work", "sync", "other", "idle")} for side in ("generate", "train")

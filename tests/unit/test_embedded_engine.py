@@ -217,10 +217,10 @@ def test_the_append_cache_equals_the_librarys_cache_under_row_removal() -> None:
 
 def test_another_version_is_refused_before_and_after_a_load(llama: PreTrainedModel) -> None:
     engine = EmbeddedEngine(llama, [], lambda version: f"digest{version}")
-    with pytest.raises(VersionMismatch, match="version 0.*has loaded None"):
+    with pytest.raises(VersionMismatch, match=r"version 0.*has loaded None"):
         engine.submit(request(0, prompts()[0]))
     assert engine.load(3) == "digest3"
-    with pytest.raises(VersionMismatch, match="version 0.*has loaded 3"):
+    with pytest.raises(VersionMismatch, match=r"version 0.*has loaded 3"):
         engine.submit(request(0, prompts()[0]))
     engine.close()
 

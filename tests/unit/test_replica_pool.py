@@ -1,0 +1,380 @@
+"""The pool over real HTTP servers in this process, with engines that the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from pa_core.config import EngineConfig
+from pa_core.errors import EngineError, StoreError
+from pa_core.rollout.pool import ReplicaPool
+from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation, VersionMismatch
+from pa_core.rollout.server import ReplicaServer
+from pa_core.store.objects import ObjectStore
+from pa_core.store.registry import ReplicaRegistry
+from pa_core.store.weights import WeightStore
+
+KEY = "secret"
+
+
+class ManualEngine:
+    """Answers a group when the test says so, or at once."""
+
+    def __init__(self, name: str, weights: WeightStore, automatic: bool = True) -> None:
+        self.name = name
+        self.weights = weights
+        self.automatic = automatic
+        self.version: int | None = None
+        self.pending: list[tuple[GenerateRequest, Future[GenerateResponse]]] = []
+        self.served: list[str] = []
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.digest: str | None = None
+        self.failure: Exception | None = None
+        self.wrong_version = 0
+
+    def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
+        if self.failure is not None:
+            raise self.failure
+        if request.version != self.version:
+            raise VersionMismatch(f"{self.name} has loaded {self.version}")
+        future: Future[GenerateResponse] = Future()
+        self.pending.append((request, future))
+        if self.automatic:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
+        request, future = self.pending.pop(0)
+        one = Generation(np.array([1], np.int32), np.array([-0.5], np.float32), "stop")
+        self.served.append(request.group_id)
+        version = request.version + self.wrong_version
+        future.set_result(GenerateResponse(request.group_id, version, [one] * request.samples, 1.0, 2.0, self.name))
+
+    def load(self, version: int) -> str:
+        self.version = None
+        assert self.may_load.wait(20)
+        manifest = self.weights.manifest(version)
+        assert manifest is not None
+        self.version = version
+        return self.digest or manifest.weights_sha256
+
+    def close(self) -> None:
+        for _, future in self.pending:
+            future.cancel()
+
+
+class House:
+    """Replicas, their pool, and the store they share."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.engines: list[ManualEngine] = []
+        self.servers: list[ReplicaServer] = []
+        self.beats: list[asyncio.Task[None]] = []
+        self.pool: ReplicaPool
+
+    def publish(self, *versions: int) -> None:
+        for version in versions:
+            WeightStore(self.store).publish(version, {"w": torch.full((2,), float(version))}, {})
+
+
+@contextlib.asynccontextmanager
+async def house(count: int = 2, automatic: bool = True, **config: float) -> AsyncIterator[House]:
+    store = ObjectStore.open(f"memory://pool-{time.monotonic_ns()}")
+    place = House(store)
+    for index in range(count):
+        server = ReplicaServer(f"r{index}", ReplicaRegistry(store), KEY)
+        await server.start()
+        engine = ManualEngine(f"r{index}", WeightStore(store), automatic)
+        server.attach(engine)
+        place.servers.append(server)
+        place.engines.append(engine)
+        place.beats.append(asyncio.create_task(server.beat()))
+    settings = EngineConfig.model_validate({"replicas": count, "batch_groups": 1, **config})
+    place.pool = ReplicaPool(store, [f"r{index}" for index in range(count)], KEY, settings)
+    place.publish(0, 1)
+    try:
+        await place.pool.start()
+        yield place
+    finally:
+        await place.pool.close()
+        for beat in place.beats:
+            beat.cancel()
+        for server in place.servers:
+            await server.stop()
+
+
+def group(name: str, version: int = 0) -> GenerateRequest:
+    return GenerateRequest(name, np.array([1, 2, 3], np.int32), 2, 1.0, 4, 0, version)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(40):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"timed out waiting until {what}")
+
+
+def test_a_replica_gets_work_the_moment_it_acknowledged_while_another_still_loads() -> None:
+    async def test() -> None:
+        async with house() as place:
+            place.engines[1].may_load.clear()
+            loading = asyncio.create_task(place.pool.load(0))
+            answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(6)))
+            assert {answer.replica for answer in answers} == {"r0"}
+            assert not loading.done() and place.pool.versions == {"r0": 0, "r1": None}
+            place.engines[1].may_load.set()
+            assert [ack.replica for ack in await loading] == ["r0", "r1"]
+            assert place.pool.versions == {"r0": 0, "r1": 0}
+
+    run(test)
+
+
+def test_a_replica_that_is_slow_to_load_does_not_hold_up_the_next_version() -> None:
+    async def test() -> None:
+        async with house() as place:
+            slow = place.engines[1]
+            slow.may_load.clear()
+            first = asyncio.create_task(place.pool.load(0))
+            assert (await place.pool.generate(group("g0"))).replica == "r0"
+            second = asyncio.create_task(place.pool.load(1))
+            assert (await place.pool.generate(group("g0", version=1))).replica == "r0"
+            assert place.pool.versions == {"r0": 1, "r1": None}
+            slow.may_load.set()
+            await first
+            assert {ack.replica for ack in await second} == {"r0", "r1"}
+            assert place.pool.versions == {"r0": 1, "r1": 1} and slow.version == 1
+
+    run(test)
+
+
+def test_groups_go_to_the_least_loaded_replica_and_queue_in_order_beyond_two_batches() -> None:
+    async def test() -> None:
+        async with house(automatic=False) as place:
+            await place.pool.load(0)
+            tasks = [asyncio.create_task(place.pool.generate(group(f"g{i}"))) for i in range(7)]
+            first, second = place.engines
+            await until(lambda: len(first.pending) == len(second.pending) == 2, "both replicas are full")
+            assert place.pool.in_flight == {"r0": 2, "r1": 2}
+            assert place.pool.queued == 3
+            second.answer()
+            await until(lambda: len(second.pending) == 2, "the freed place is taken")
+            assert second.pending[-1][0].group_id == "g4"
+            for engine in place.engines:
+                engine.automatic = True
+                while engine.pending:
+                    engine.answer()
+            await asyncio.gather(*tasks)
+            assert sorted(first.served + second.served) == [f"g{i}" for i in range(7)]
+            assert place.pool.in_flight == {"r0": 0, "r1": 0}
+
+    run(test)
+
+
+def test_a_replica_whose_weights_have_another_digest_gets_no_work() -> None:
+    async def test() -> None:
+        async with house() as place:
+            place.engines[0].digest = "0" * 64
+            assert [ack.replica for ack in await place.pool.load(0)] == ["r1"]
+            answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(5)))
+            assert {answer.replica for answer in answers} == {"r1"}
+            place.engines[1].digest = "0" * 64
+            with pytest.raises(
+                EngineError, match=r"no replica has loaded policy version 1.*r0 failed to load.*digest 000"
+            ):
+                await place.pool.load(1)
+
+    run(test)
+
+
+def test_loading_waits_until_groups_in_flight_are_answered() -> None:
+    async def test() -> None:
+        async with house(count=1, automatic=False) as place:
+            await place.pool.load(0)
+            task = asyncio.create_task(place.pool.generate(group("g0")))
+            await until(lambda: place.engines[0].pending, "the group is in flight")
+            loading = asyncio.create_task(place.pool.load(1))
+            await asyncio.sleep(0.2)
+            assert place.engines[0].version == 0
+            place.engines[0].answer()
+            assert (await task).version == 0
+            await loading
+            assert place.engines[0].version == 1
+
+    run(test)
+
+
+def test_a_version_that_is_not_published_is_named() -> None:
+    async def test() -> None:
+        async with house() as place:
+            with pytest.raises(StoreError, match="policy version 7 is not published"):
+                await place.pool.load(7)
+
+    run(test)
+
+
+def test_an_answer_of_another_version_is_never_passed_on() -> None:
+    async def test() -> None:
+        async with house() as place:
+            await place.pool.load(0)
+            place.engines[0].wrong_version = 1
+            answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(6)))
+            assert {answer.replica for answer in answers} == {"r1"}
+            place.engines[1].wrong_version = 1
+            with pytest.raises(EngineError, match="no living replica has policy version 0"):
+                await place.pool.generate(group("g7"))
+
+    run(test)
+
+
+def test_an_error_on_one_replica_is_retried_on_another_and_raised_when_all_fail() -> None:
+    async def test() -> None:
+        async with house() as place:
+            await place.pool.load(0)
+            place.engines[0].failure = EngineError("out of memory")
+            answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(3)))
+            assert {answer.replica for answer in answers} == {"r1"}
+            place.engines[1].failure = EngineError("out of memory too")
+            with pytest.raises(
+                EngineError, match=r"r0: generate failed .* out of memory; replica r1: .* out of memory too"
+            ):
+                await place.pool.generate(group("g9"))
+
+    run(test)
+
+
+def test_a_replica_that_accepts_and_never_answers_is_found_by_the_deadline_and_replaced() -> None:
+    async def test() -> None:
+        async with house(automatic=False, request_timeout_s=0.5) as place:
+            place.engines[1].automatic = True
+            await place.pool.load(0)
+            answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(2)))
+            assert {answer.replica for answer in answers} == {"r1"}
+            assert "did not answer group g0 within engine.request_timeout_s=0.5 s" in place.pool.dead["r0"]
+
+    run(test)
+
+
+def test_a_silent_heartbeat_and_a_silent_server_are_a_death_but_a_slow_store_is_not() -> None:
+    async def test() -> None:
+        async with house(heartbeat_timeout_s=1.5) as place:
+            await place.pool.load(0)
+            place.beats[0].cancel()
+            await asyncio.sleep(3)
+            assert place.pool.dead == {}, "the server answers, so only its way to the store is slow"
+            await place.servers[0].stop()
+            started = time.monotonic()
+            await until(lambda: "r0" in place.pool.dead, "the death is noticed")
+            assert time.monotonic() - started < 4
+            assert "no heartbeat for" in place.pool.dead["r0"]
+            assert (await place.pool.generate(group("g0"))).replica == "r1"
+
+    run(test)
+
+
+def test_a_refused_connection_is_a_death_and_without_replicas_generation_fails_at_once() -> None:
+    async def test() -> None:
+        async with house() as place:
+            await place.pool.load(0)
+            for beat, server in zip(place.beats, place.servers, strict=True):
+                beat.cancel()
+                await server.stop()
+            started = time.monotonic()
+            with pytest.raises(EngineError, match=r"no replica is left: replica r0 is dead: connection to replica r0"):
+                await place.pool.generate(group("g0"))
+            assert time.monotonic() - started < 10
+
+    run(test)
+
+
+def test_a_cancelled_group_is_dropped_by_the_replica_and_frees_its_place() -> None:
+    async def test() -> None:
+        async with house(count=1, automatic=False) as place:
+            await place.pool.load(0)
+            tasks = [asyncio.create_task(place.pool.generate(group(f"g{i}"))) for i in range(4)]
+            engine = place.engines[0]
+            await until(lambda: len(engine.pending) == 2, "the replica is full")
+            tasks[0].cancel()
+            tasks[3].cancel()
+            await until(lambda: engine.pending[0][1].cancelled(), "the replica drops the group")
+            await until(lambda: len(engine.pending) == 3, "its place is taken")
+            assert engine.pending[2][0].group_id == "g2"
+            assert place.pool.in_flight == {"r0": 2} and place.pool.queued == 0
+            engine.pending.pop(0)
+            engine.answer()
+            engine.answer()
+            await asyncio.gather(*tasks[1:3])
+
+    run(test)
+
+
+def test_a_replica_that_never_appears_is_named_after_the_start_deadline() -> None:
+    async def test() -> None:
+        settings = EngineConfig(startup_timeout_s=0.5)
+        pool = ReplicaPool(ObjectStore.open("memory://nobody"), ["r0"], KEY, settings)
+        with pytest.raises(EngineError, match=r"startup_timeout_s=0.5 s: replica r0 is not announced"):
+            await pool.start()
+
+    run(test)
+
+
+def test_the_record_that_a_dead_replica_left_is_not_taken_for_a_replica() -> None:
+    async def test() -> None:
+        store = ObjectStore.open("memory://stale")
+        server = ReplicaServer("r0", ReplicaRegistry(store), KEY)
+        await server.start()
+        server.attach(ManualEngine("r0", WeightStore(store)))
+        await server.stop()
+        await server.announce()
+        pool = ReplicaPool(store, ["r0"], KEY, EngineConfig(startup_timeout_s=1.0))
+        with pytest.raises(EngineError, match="replica r0 is announced, but does not answer at http://127"):
+            await pool.start()
+
+    run(test)
+
+
+def test_without_the_key_no_route_answers_and_bad_bodies_are_explained() -> None:
+    async def test() -> None:
+        async with house(count=1) as place, aiohttp.ClientSession() as session:
+            record = ReplicaRegistry(place.store).read("r0")
+            assert record is not None and record.url.startswith("http://127.0.0.1:")
+            routes = (("GET", "/health"), ("POST", "/generate"), ("POST", "/load"), ("GET", "/nothing"))
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+                for method, path in routes:
+                    async with session.request(method, record.url + path, headers=headers, json={}) as response:
+                        assert response.status == 401, (method, path)
+            authorized = {"Authorization": f"Bearer {KEY}"}
+            for path, body, status, message in (
+                ("/generate", "{", 400, "not JSON"),
+                ("/generate", "[]", 400, "not a JSON object"),
+                ("/generate", "{}", 400, "lacks 'group_id'"),
+                ("/load", '{"version": "new"}', 400, "version must be an integer"),
+            ):
+                async with session.post(record.url + path, headers=authorized, data=body) as response:
+                    assert response.status == status
+                    assert message in (await response.json())["error"]
+            body = group("g0", version=5).to_json()
+            async with session.post(record.url + "/generate", headers=authorized, json=body) as response:
+                assert response.status == 409
+                assert "has loaded None" in (await response.json())["error"]
+
+    run(test)
