@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 from prefect import serve
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLimitConfig
 from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound
 from prefect.flows import load_flow_from_entrypoint
 from prefect.schedules import Schedule
 from prefect.types.entrypoint import EntrypointType
@@ -68,6 +70,19 @@ def deployments(file: Path) -> list[RunnerDeployment]:
     return [build(spec) for spec in specs]
 
 
+def keep_switches(served: list[RunnerDeployment]) -> None:
+    """Leave schedules that the server knows as somebody last switched them; ``active`` is for the first time."""
+    with get_client(sync_client=True) as client:
+        for deployment in served:
+            try:
+                known = client.read_deployment_by_name(deployment.full_name)
+            except ObjectNotFound:
+                continue
+            switches = {schedule.slug: schedule.active for schedule in known.schedules}
+            for schedule in deployment.schedules or []:
+                schedule.active = switches.get(schedule.slug, schedule.active)
+
+
 def main(arguments: list[str]) -> int:
     """Serve until stopped."""
     try:
@@ -75,6 +90,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    keep_switches(served)
     serve(*served)
     return 0
 

@@ -78,7 +78,9 @@ class DataConfig(Section):
     name: str | None = Field(None, description="A reasoning-gym task, for example chain_sum.")
     path: str | None = Field(None, description="JSONL or Parquet path or URL, or a hub dataset id.")
     split: str = Field("train", description="Split, for hub datasets.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the reasoning-gym task.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the reasoning-gym task, or of load_dataset for a hub dataset."
+    )
     prompt_column: str = Field("question", description="Column with the problem text.")
     answer_column: str = Field("answer", description="Column with the gold answer.")
     answer_pattern: str | None = Field(
@@ -274,6 +276,8 @@ class TrainConfig(Section):
         names = [reward.name for reward in self.rewards]
         if len(set(names)) != len(names):
             raise ValueError(f"rewards: names must differ, got {names}")
+        if taken := {"mean", "std", "zero_variance_groups", "unscored_share"} & set(names):
+            raise ValueError(f"rewards: {sorted(taken)} are names of the run's own reward metrics; choose others")
         metric = self.evaluation.metric
         if metric is not None and metric not in names:
             raise ValueError(f"evaluation.metric={metric!r} is not one of the rewards {names}")

@@ -44,9 +44,7 @@ def _random_group(vocabulary: int, group_size: int, prompt_len: int, response_le
 
 
 def _parts(group: TrainGroup, size: int) -> list[TrainGroup]:
-    return [
-        replace(group, samples=group.samples[start : start + size]) for start in range(0, len(group.samples), size)
-    ]
+    return [replace(group, samples=group.samples[start : start + size]) for start in range(0, len(group.samples), size)]
 
 
 def _step(model: PreTrainedModel, attention: Attention, parts: Sequence[TrainGroup]) -> float:

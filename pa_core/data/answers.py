@@ -24,7 +24,7 @@ def canonical_answer(value: Any) -> str:
         if not text:
             raise ValueError("empty")
         return text
-    if isinstance(value, float | Decimal) and not isinstance(value, bool):
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise ValueError(f"{value}, not a finite number")
         return str(int(value)) if value == int(value) else str(value)

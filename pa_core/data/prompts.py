@@ -64,6 +64,12 @@ def is_held_out(question: str, share: float) -> bool:
     return int(question_key(question)[:16], 16) < share * 2**64
 
 
+def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
+    """``prompts`` less those that ask what one of ``others`` asks: keeps a separate evaluation set out of training."""
+    asked = {question_key(prompt.text) for prompt in others}
+    return [prompt for prompt in prompts if question_key(prompt.text) not in asked]
+
+
 def load_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, context_limit: int, max_tokens: int
 ) -> PromptSet:

@@ -21,7 +21,6 @@ from pa_core.objective.conventions import resolve_advantage
 from pa_core.objective.losses import MetricSums, denominator, grpo_loss, needs_forward
 from pa_core.model.packing import TrainGroup, train_group
 from pa_core.records import Group
-from pa_core.store.checkpoints import Checkpoint
 
 
 def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
@@ -173,26 +172,24 @@ class Learner:
         }
         return tensors | {"rng": torch.get_rng_state()}
 
-    def restore(self, checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, version: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], scheduler: dict[str, Any]
+    ) -> None:
         """Continue from a checkpoint: policy, optimizer, schedule and random generator."""
         self.tri.policy.load_state_dict(weights)
         for name, parameter in self._parameters.items():
             prefix = f"{name}/"
-            state = {
-                key.removeprefix(prefix): value
-                for key, value in checkpoint.optimizer.items()
-                if key.startswith(prefix)
-            }
+            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if state:
                 self._optimizer.state[parameter] = state
-        torch.set_rng_state(checkpoint.optimizer["rng"])
-        self._scheduler.load_state_dict(checkpoint.state["scheduler"])
+        torch.set_rng_state(tensors["rng"])
+        self._scheduler.load_state_dict(scheduler)
         for group, rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
-        self.version = checkpoint.version
+        self.version = version
 
     def scheduler_state(self) -> dict[str, Any]:
         """The learning-rate schedule's state, JSON values."""
-        return {
-            key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"
-        } | {"lr_lambdas": [None]}
+        return {key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"} | {
+            "lr_lambdas": [None]
+        }

@@ -23,7 +23,7 @@ from pa_core.rewards.pool import RewardPool
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse
 from pa_core.store.rollouts import RolloutBuffer
-from pa_core.tracking.timeline import Timeline
+from pa_core.tracking.timeline import SCORE, Timeline
 
 T = TypeVar("T")
 
@@ -78,9 +78,7 @@ class Producer:
         """
         self._iteration = self._submit(self._produce(version, list(prompts), sampling, group_size))
 
-    async def _produce(
-        self, version: int, prompts: list[Prompt], sampling: SamplingConfig, group_size: int
-    ) -> None:
+    async def _produce(self, version: int, prompts: list[Prompt], sampling: SamplingConfig, group_size: int) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._load(version))
@@ -97,9 +95,7 @@ class Producer:
         group = await self._group(version, prompt, sampling.temperature, sampling.max_tokens, group_size)
         await asyncio.to_thread(self._buffer.put, group)
 
-    async def _group(
-        self, version: int, prompt: Prompt, temperature: float, max_tokens: int, group_size: int
-    ) -> Group:
+    async def _group(self, version: int, prompt: Prompt, temperature: float, max_tokens: int, group_size: int) -> Group:
         """Generate and score one group at ``version``."""
         self.in_flight += 1
         try:
@@ -114,11 +110,10 @@ class Producer:
                     version=version,
                 )
             )
-            self._timeline.add(
-                "generate", response.replica, response.started_at, response.ended_at, iteration=version
-            )
+            self._timeline.add("generate", response.replica, response.started_at, response.ended_at, iteration=version)
             group = self._to_group(prompt, response)
-            await self._rewards.score(group)
+            with self._timeline.span("score", SCORE, version):
+                await self._rewards.score(group)
             return group
         finally:
             self.in_flight -= 1

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "mlflow", "fsspec", "pyarrow", "reasoning-gym", "math-verify")
 PROGRESS_EVERY_S = 1.0
+TRACED_ITERATIONS = 50
+"""Iterations in trace and picture; the spans of all of them are below ``timeline/`` in the store."""
 
 
 class Recorder:
@@ -44,9 +46,7 @@ class Recorder:
         self._run = services.run
         self._config = services.run.config
         self._show = show
-        self._progress = ProgressState(
-            iterations=self._config.iterations, groups=self._config.prompts_per_iteration
-        )
+        self._progress = ProgressState(iterations=self._config.iterations, groups=self._config.prompts_per_iteration)
         self._shown_at = 0.0
         self._windows: list[Window] = []
         self._window_start = 0.0
@@ -107,7 +107,8 @@ class Recorder:
 
     def stepped(self, t: int) -> None:
         """Version ``t + 1`` is published: iteration ``t``'s window ends."""
-        self._windows.append((t, self._window_start, time.time()))
+        self._windows = [*self._windows[-TRACED_ITERATIONS + 1 :], (t, self._window_start, time.time())]
+        self._services.timeline.forget(before=self._windows[0][1])
 
     def iteration(self, t: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Log iteration ``t`` in one batch, with its times and, now and then, a table of rollouts."""
@@ -123,7 +124,7 @@ class Recorder:
                 times=times,
                 tokens=tokens,
                 groups=len(groups),
-                groups_duplicated=self._services.buffer.duplicates - sum(record.groups_duplicated for record in self.records),
+                groups_duplicated=self._services.buffer.duplicates_of(t),
                 max_staleness=staleness,
             )
         )
@@ -226,18 +227,14 @@ class Recorder:
         write_progress(self._run.store, self._progress)
 
     def _store_spans(self, t: int, spans: list[dict[str, Any]]) -> None:
-        self._run.store.publish(
-            f"timeline/v{t:06d}.json", json.dumps(spans).encode(), exclusive=False, durable=False
-        )
+        self._run.store.publish(f"timeline/v{t:06d}.json", json.dumps(spans).encode(), exclusive=False, durable=False)
 
     def _pictures(self) -> None:
         """The timeline as picture and trace, and the reward curve; nothing before the first iteration."""
         if not self._windows:
             return
         spans = self._services.timeline.spans()
-        self._mlflow.log_figure(
-            timeline_picture(spans, self._windows, title=self._run.name), "timeline/timeline.png"
-        )
+        self._mlflow.log_figure(timeline_picture(spans, self._windows, title=self._run.name), "timeline/timeline.png")
         self._mlflow.log_dict(chrome_trace(spans, self._windows), "timeline/trace.json")
         rewards = [(record.iteration, record.reward) for record in self.records if record.reward is not None]
         curve = reward_curve(

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from pa_core.config import TrainConfig
-from pa_core.data.prompts import PromptSet, load_prompts
-from pa_core.errors import ConfigError
+from pa_core.data.prompts import PromptSet, load_prompts, without
+from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run
 from pa_core.model.loading import LoadedModel, load_policy
@@ -29,20 +29,20 @@ from pa_core.tracking.timeline import Timeline
 
 
 def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context_limit: int) -> PromptSet:
-    """Training problems and, beside them, the held-out ones that evaluation uses.
+    """Training problems and, beside them, the held-out ones that evaluation uses; no problem is in both.
 
     Raises:
         DataError: as :func:`pa_core.data.prompts.load_prompts`.
     """
     problems = load_prompts(config.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
     if config.evaluation.data is None:
-        held_out = problems.held_out
-    else:
-        other = load_prompts(
-            config.evaluation.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens
-        )
-        held_out = other.held_out or other.train
-    return replace(problems, held_out=held_out[: config.evaluation.limit])
+        return replace(problems, held_out=problems.held_out[: config.evaluation.limit])
+    other = load_prompts(config.evaluation.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
+    held_out = (other.held_out or other.train)[: config.evaluation.limit]
+    train = without(problems.train, held_out)
+    if not train:
+        raise DataError("evaluation.data asks every training problem too, which leaves none to train on; change one")
+    return replace(problems, train=train, held_out=held_out)
 
 
 def context_limit(model: LoadedModel) -> int:
@@ -105,9 +105,7 @@ class Services:
             config.engine,
             replicas.processes if replicas else None,
         )
-        self.producer = Producer(
-            pool, self.rewards, self.buffer, self.timeline, self._decode, seed=config.seed
-        )
+        self.producer = Producer(pool, self.rewards, self.buffer, self.timeline, self._decode, seed=config.seed)
 
     def __enter__(self) -> Services:
         self.rewards.start()

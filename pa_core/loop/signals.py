@@ -22,9 +22,7 @@ class StopSignals:
         self._received: str | None = None
 
     def __enter__(self) -> StopSignals:
-        self._previous = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -94,7 +94,7 @@ class Trainer:
         self.recorder.begin()
         ids = [prompt.id for prompt in self.prompts]
         self.services.buffer.expect(t, ids)
-        stored = self.services.buffer.resume(t, ids)
+        stored = self.services.buffer.restore(t, ids)
         missing = [prompt for prompt in self.prompts if prompt.id not in stored]
         self.services.producer.begin(t, missing, self.config.sampling, self.config.group_size)
 
@@ -179,16 +179,15 @@ class Trainer:
         """
         version = self.checkpoints.latest() or 0
         if version:
-            checkpoint = self.checkpoints.load(version)
-            self.learner.restore(checkpoint, self.services.weights.load(version))
-            self.recorder.restore(checkpoint.state["record"])
-            self.stream.restore(checkpoint.state["cursor"])
-            self.cursor = checkpoint.state["cursor"]
+            tensors, state = self.checkpoints.load(version)
+            self.learner.restore(version, self.services.weights.load(version), tensors, state["scheduler"])
+            self.recorder.restore(state["record"])
+            self.stream.restore(state["cursor"])
+            self.cursor = state["cursor"]
             log.info("resuming at version %d", version)
-        removed = self.services.weights.retain({0, *self.checkpoints.versions()})
-        for later in range(version + 1, max(removed, default=0) + 1):
-            self.services.buffer.discard(later)
-            self.ledger.remove(later)
+        self.services.weights.forget_after(version)
+        self.services.buffer.forget_after(version)
+        self.ledger.forget_after(version)
 
     def _save_on_stop(self) -> None:
         """Leave a checkpoint of the last whole version behind, so that nothing of it is repeated."""

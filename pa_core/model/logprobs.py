@@ -24,17 +24,35 @@ def _chunk_rows(vocabulary: int) -> int:
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of ``targets[c]``, entropy and log-sum-exp, each ``[c]``, of ``logits[c, V]``."""
-    lse = logits.logsumexp(-1)
+    probabilities = logits.softmax(-1)
+    largest, where = logits.max(-1)
+    # The largest probability is at least 1/V, so this log-sum-exp is as good as one from another pass over V.
+    lse = largest - probabilities.gather(1, where.unsqueeze(1)).squeeze(1).log()
     logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - lse
-    probabilities = (logits - lse.unsqueeze(1)).exp_()
-    entropy = lse - torch.linalg.vecdot(probabilities, logits)
-    return logprobs, entropy, lse
+    expected = torch.bmm(probabilities.unsqueeze(1), logits.unsqueeze(2)).flatten()
+    return logprobs, lse - expected, lse
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = nn.functional.linear(hidden, weight, bias).to(wide)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Logits:
+    """Logits of one chunk after another in the same memory: fresh pages for every chunk cost more than they are worth.
+
+    ``weight[V, D]``, ``bias[V]`` or None; the result of a call holds until the next call.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, rows: int) -> None:
+        self._weight, self._bias, self._temperature = weight, bias, temperature
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._buffer = torch.empty(rows, weight.shape[0], dtype=wide, device=weight.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self._buffer[: len(hidden)]
+        if hidden.dtype == logits.dtype:
+            torch.mm(hidden, self._weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ self._weight.t())
+        if self._bias is not None:
+            logits.add_(self._bias)
+        return logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -45,9 +63,10 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rows = _chunk_rows(weight.shape[0])
+        rows = min(_chunk_rows(weight.shape[0]), len(targets))
+        logits = _Logits(weight, bias, temperature, rows)
         parts = [
-            _statistics(_logits(hidden_chunk, weight, bias, temperature), target_chunk)
+            _statistics(logits(hidden_chunk), target_chunk)
             for hidden_chunk, target_chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
         ]
         logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -61,26 +80,25 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None
-        rows = _chunk_rows(weight.shape[0])
-        needs_weight = ctx.needs_input_grad[1]
+        rows = min(_chunk_rows(weight.shape[0]), len(targets))
+        logits = _Logits(weight, bias, ctx.temperature, rows)
+        # d logits / d (hidden W) = 1 / temperature, applied to the T factors instead of T x V numbers.
+        slope = None if grad_entropy is None else grad_entropy / ctx.temperature
+        level = None if grad_logprobs is None else grad_logprobs / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None else None
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
-            grad = _logits(hidden[part], weight, bias, ctx.temperature)
-            _logits_to_grad_(
-                grad,
+            grad = _logits_to_grad_(
+                logits(hidden[part]),
                 targets[part],
                 lse[part],
-                None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else grad_entropy[part],
                 entropy[part],
-            )
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            grad = grad.to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
+                None if level is None else level[part],
+                None if slope is None else slope[part],
+            ).to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[part])
             if grad_bias is not None:
@@ -89,28 +107,23 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _logits_to_grad_(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
-) -> None:
+    logits: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, level: Tensor | None, slope: Tensor | None
+) -> Tensor:
     """Turn ``logits[c, V]`` into the gradient of the logits, in place.
 
-    d logp_y / d z = onehot(y) - p and dH / d z = -p (log p + H).
+    d logp_y / d z = onehot(y) - p, weighted by ``level[c]``; d H / d z = -p (log p + H), weighted by ``slope[c]``.
     """
     logits.sub_(lse.unsqueeze(1))
-    if grad_entropy is None:
-        assert grad_logprobs is not None
-        logits.exp_().mul_(-grad_logprobs.unsqueeze(1))
+    if slope is None:
+        assert level is not None
+        logits.exp_().mul_(-level.unsqueeze(1))
     else:
         probabilities = logits.exp()
-        slope = grad_entropy.unsqueeze(1)
-        level = grad_entropy * entropy if grad_logprobs is None else grad_entropy * entropy + grad_logprobs
-        logits.mul_(-slope).sub_(level.unsqueeze(1)).mul_(probabilities)
-    if grad_logprobs is not None:
-        logits.scatter_add_(1, targets.unsqueeze(1), grad_logprobs.unsqueeze(1))
+        offset = slope * entropy if level is None else slope * entropy + level
+        logits.mul_(-slope.unsqueeze(1)).sub_(offset.unsqueeze(1)).mul_(probabilities)
+    if level is not None:
+        logits.scatter_add_(1, targets.unsqueeze(1), level.unsqueeze(1))
+    return logits
 
 
 def token_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

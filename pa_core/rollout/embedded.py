@@ -261,6 +261,9 @@ class EmbeddedEngine:
         while jobs := self._take():
             try:
                 self._decode(jobs)
+            except EngineError as error:
+                for job in jobs:
+                    job.fail(error)
             except Exception as error:
                 logger.exception("generation failed on replica %s", self._replica)
                 failure = EngineError(f"replica {self._replica} failed to generate: {type(error).__name__}: {error}")
@@ -370,7 +373,7 @@ class EmbeddedEngine:
     def _record(self, rows: list[tuple[_Job, int]], tokens: list[int], logprobs: list[float]) -> list[int]:
         """Append one token per row, answer groups that are complete, and return the rows that go on."""
         if self._closed:
-            raise EngineError("shutting down")
+            raise EngineError(f"replica {self._replica} is shutting down")
         kept = []
         for row, (job, k) in enumerate(rows):
             if job.future.cancelled():

@@ -144,7 +144,7 @@ class ReplicaPool:
         self._monitor = asyncio.create_task(self._watch(), name="replica-monitor")
 
     async def load(self, version: int) -> list[LoadAck]:
-        """Have every living replica load ``version``; each becomes eligible the moment it acknowledges.
+        """Have every living replica load ``version``, unless it has; each becomes eligible when it acknowledges.
 
         May run beside :meth:`generate`, whose calls for ``version`` wait for the first replica. A replica that fails
         gets no work until a later load succeeds; a slow one that is asked for a later version meanwhile goes on with
@@ -159,22 +159,23 @@ class ReplicaPool:
         """
         self._target = version
         self._progress_at = asyncio.get_running_loop().time()
-        living = self._living()
-        for replica in living:
+        # A version never changes, so whoever has it keeps it.
+        behind = [replica for replica in self._living() if replica.version != version]
+        for replica in behind:
             # From here on nothing new goes to the replica, so its requests in flight drain.
             replica.version, replica.loading, replica.refused = None, version, None
         try:
             manifest = await asyncio.to_thread(self._weights.require, version)
             acks: list[LoadAck] = []
             await asyncio.gather(
-                *(self._load_one(replica, version, manifest.weights_sha256, acks) for replica in living)
+                *(self._load_one(replica, version, manifest.weights_sha256, acks) for replica in behind)
             )
         finally:
-            for replica in living:
+            for replica in behind:
                 if replica.loading == version:
                     replica.loading = None
             self._dispatch()
-        if not acks and self._target == version:
+        if self._target == version and not any(replica.version == version for replica in self._living()):
             raise self._none_left(f"no replica has loaded policy version {version}")
         return acks
 
@@ -297,8 +298,9 @@ class ReplicaPool:
         living = self._living()
         if not living:
             return self._none_left("no replica is left")
-        # Another version than the one asked for last may still be on its way.
-        if waiter.version != self._target or any(waiter.may_accept(replica) for replica in living):
+        # A later version than the one asked for last may still come.
+        coming = self._target is None or waiter.version > self._target
+        if coming or any(waiter.may_accept(replica) for replica in living):
             return None
         if waiter.failures:
             return EngineError("; ".join(str(error) for error in waiter.failures.values()))
@@ -334,7 +336,11 @@ class ReplicaPool:
     async def _watch(self) -> None:
         """Look after processes, heartbeats and waiting groups until closed."""
         while True:
-            await asyncio.gather(*(replica.check(self._config.heartbeat_timeout_s) for replica in self._living()))
+            looks = (replica.check(self._config.heartbeat_timeout_s) for replica in self._living())
+            for result in await asyncio.gather(*looks, return_exceptions=True):
+                # One look that fails must not end the watch: the others would die unnoticed.
+                if isinstance(result, Exception):
+                    logger.error("looking after a replica failed", exc_info=result)
             self._check_progress()
             await asyncio.sleep(POLL_S)
 

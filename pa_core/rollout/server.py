@@ -57,6 +57,7 @@ class ReplicaServer:
         self._api_key = api_key
         self._engine: Engine | None = None
         self._in_flight = 0
+        self._digest: str | None = None
         self._url = ""
         self._runner: web.AppRunner | None = None
 
@@ -75,7 +76,9 @@ class ReplicaServer:
     async def start(self) -> str:
         """Listen on a free loopback port; returns the URL."""
         # handler_cancellation: a caller that went away frees its rows of the batch.
-        self._runner = web.AppRunner(self.application(), handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            self.application(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -83,20 +86,22 @@ class ReplicaServer:
         return self._url
 
     async def stop(self) -> None:
-        """Close the connections and withdraw from the store."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """Fail what is in flight, close the connections and withdraw from the store."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
-        await asyncio.to_thread(self._registry.remove, self._id)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await asyncio.to_thread(self._registry.withdraw, self._id)
 
     async def announce(self) -> None:
         """Write the replica's record once: url, state, version, heartbeat."""
         engine = self._engine
+        version = None if engine is None else engine.version
         record = ReplicaRecord(
             id=self._id,
             url=self._url,
-            version=None if engine is None else engine.version,
+            version=version,
+            weights_sha256=None if version is None else self._digest,
             heartbeat=time.time(),
             pid=os.getpid(),
             state="starting" if engine is None else "ready",
@@ -174,7 +179,8 @@ class ReplicaServer:
         version = (await self._body(request)).get("version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             return _problem(400, f"version must be an integer from 0 on, got {version!r}")
-        digest = await asyncio.to_thread(engine.load, version)
+        self._digest = digest = await asyncio.to_thread(engine.load, version)
+        logger.info("replica %s has loaded version %s", self._id, version)
         return web.json_response({"version": version, "weights_sha256": digest})
 
 
@@ -191,10 +197,14 @@ def read_run_config(store: ObjectStore) -> TrainConfig:
 
 def build_engine(store: ObjectStore, config: TrainConfig, replica_id: str) -> Engine:
     """The engine that ``config.engine`` names, with its model loaded. Raises ModelError, StoreError."""
+    from transformers.utils.logging import disable_progress_bar
+
     from pa_core.model.loading import load_policy
     from pa_core.rollout.embedded import EmbeddedEngine
     from pa_core.store.weights import WeightStore
 
+    # A log file is no terminal.
+    disable_progress_bar()
     loaded = load_policy(config.model)
     weights = WeightStore(store)
     targets = loaded.model.state_dict()

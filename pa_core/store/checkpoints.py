@@ -77,9 +77,7 @@ class CheckpointStore:
 
     def versions(self) -> list[int]:
         """Versions with a complete checkpoint, newest first."""
-        return [
-            version for version in self._candidates() if self._store.exists(f"{version_name(version)}/{MANIFEST}")
-        ]
+        return [version for version in self._candidates() if self._store.exists(f"{version_name(version)}/{MANIFEST}")]
 
     def _manifest(self, version: int) -> dict[str, Any] | None:
         data = self._store.find(f"{version_name(version)}/{MANIFEST}")

@@ -30,11 +30,13 @@ log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# A server that is away must not hold a call for the four minutes of MLflow's defaults (7 retries, 120 s each).
-HTTP_DEFAULTS = {
+# A server that is away must not hold a call for the minutes of MLflow's defaults (7 retries, 120 s each); and the last
+# line of stdout belongs to the command's own result.
+ENVIRONMENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 FINISH_TIMEOUT_S: dict[str, float] = {"FINISHED": 120.0, "FAILED": 15.0, "KILLED": 8.0}
 DIGEST_LENGTH = 16  # MLflow takes 36 characters; 16 are told apart at a glance
@@ -45,6 +47,8 @@ EXPERIMENT_TAGS = {
 }
 TABLES_TAG = "mlflow.loggedArtifacts"
 TABLES_IN_TAG = 60
+# Migrations of a new database, and every retry of an outage that is told once anyway.
+_CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "urllib3.connectionpool")
 _PASSING_HTTP = (408, 429)
 
 
@@ -114,10 +118,10 @@ class TrackedRun:
         Raises:
             ConfigError: when the tracking store cannot be reached or used, or the run to resume is not there.
         """
-        for name, value in HTTP_DEFAULTS.items():
+        for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
-        for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -239,8 +243,8 @@ class TrackedRun:
             if self._finished:
                 return 0
             self._finished = True
-        if self._system_metrics is not None:
-            self._outbox.put("system metrics", self._system_metrics.finish)
+        # Looked up when it is delivered: the outbox's thread is also the one that restarts the monitor.
+        self._outbox.put("system metrics", lambda: self._system_metrics.finish())
         self._outbox.put(f"status {status}", lambda: self._client.set_terminated(self.run_id, status))
         lost = self._outbox.close(FINISH_TIMEOUT_S[status] if timeout_s is None else timeout_s)
         if lost:
@@ -314,7 +318,7 @@ class TrackedRun:
 
     def _restart_system_metrics(self) -> None:
         """MLflow's monitor ends at the first failed call; begin anew when the server is back."""
-        if self._system_metrics is None or self._finished:
+        if self._finished:
             return
         self._system_metrics.finish()
         self._start_system_metrics()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from pa_core.config import EngineConfig
-from pa_core.errors import EngineError, StoreError
+from pa_core.errors import ConfigError, EngineError, StoreError
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation, VersionMismatch
-from pa_core.rollout.server import ReplicaServer
+from pa_core.rollout.server import ReplicaServer, read_run_config, serve_replica
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import ReplicaRegistry
 from pa_core.store.weights import WeightStore
@@ -145,6 +146,8 @@ def test_a_replica_gets_work_the_moment_it_acknowledged_while_another_still_load
             place.engines[1].may_load.set()
             assert [ack.replica for ack in await loading] == ["r0", "r1"]
             assert place.pool.versions == {"r0": 0, "r1": 0}
+            assert await place.pool.load(0) == [], "nobody loads what it has"
+            assert (await place.pool.generate(group("g9"))).version == 0
 
     run(test)
 
@@ -378,3 +381,17 @@ def test_without_the_key_no_route_answers_and_bad_bodies_are_explained() -> None
                 assert "has loaded None" in (await response.json())["error"]
 
     run(test)
+
+
+def test_serving_without_a_key_or_without_a_run_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PA_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="set PA_API_KEY"):
+        serve_replica(str(tmp_path), "r0")
+    store = ObjectStore.open(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"run\.json does not exist; is this the URL of a run\?"):
+        read_run_config(store)
+    store.publish("run.json", b"[]")
+    with pytest.raises(ConfigError, match=r"run\.json has no readable config"):
+        read_run_config(store)

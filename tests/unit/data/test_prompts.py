@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pa_core.config import DataConfig
-from pa_core.data.prompts import PromptSet, is_held_out, load_prompts
+from pa_core.data.prompts import PromptSet, is_held_out, load_prompts, without
 from pa_core.errors import DataError
 
 TEMPLATE = (
@@ -116,6 +116,14 @@ def test_seeds_of_a_generated_task_agree_on_what_is_held_out() -> None:
     sets = [load_prompts(config, tiny_tokenizer(TEMPLATE), seed, 256, 8) for seed in (0, 1)]
     for one, other in (sets, sets[::-1]):
         assert {p.text for p in one.train}.isdisjoint({p.text for p in other.held_out})
+
+
+def test_a_separate_evaluation_set_can_be_kept_out_of_training(tmp_path: Path) -> None:
+    train = load(tmp_path, sums(10)).train
+    evaluation = load(tmp_path, [{"question": " 0 + 3 =  ?", "answer": 3}, {"question": "5 + 5 = ?", "answer": 10}])
+    assert [prompt.text for prompt in without(train, evaluation.train)] == [
+        row["question"] for row in sums(10) if row["question"] != "0 + 3 = ?"
+    ]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])

@@ -104,4 +104,4 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def relative(ours: Tensor, truth: Tensor) -> float:
     """Distance relative to the truth's norm."""
-    return float((ours - truth).norm() / truth.norm())
+    return float((ours.detach() - truth.detach()).norm() / truth.detach().norm())

@@ -149,6 +149,9 @@ def test_too_many_unscored_samples_stop_the_run_and_the_message_says_why() -> No
         asyncio.run(pool.score(few))
         asyncio.run(pool.score(many))
         pool.check([few])
+        pool.check([many], expected=12)
+        with pytest.raises(RewardError, match="3 of 8"):
+            pool.check([many], expected=8)
         with pytest.raises(RewardError) as caught:
             pool.check([few, many])
     finally:

@@ -10,11 +10,30 @@ from pa_core.tracking.metrics import METRICS, check_documented, glossary, metric
 from pa_core.tracking.summary import IterationRecord, RunSummary, summarise
 from pa_core.tracking.timeline import Span, iteration_times
 
-REQUIRED = (
-    "run_id mlflow_run_id schedule engine iterations reward_first reward_last eval_before eval_after tokens_per_s "
-    "t_generate t_train t_sync wall idle_generate idle_train bound groups groups_duplicated groups_lost "
-    "max_staleness_seen weights_sha256"
-).split()
+REQUIRED = {
+    "run_id",
+    "mlflow_run_id",
+    "schedule",
+    "engine",
+    "iterations",
+    "reward_first",
+    "reward_last",
+    "eval_before",
+    "eval_after",
+    "tokens_per_s",
+    "t_generate",
+    "t_train",
+    "t_sync",
+    "wall",
+    "idle_generate",
+    "idle_train",
+    "bound",
+    "groups",
+    "groups_duplicated",
+    "groups_lost",
+    "max_staleness_seen",
+    "weights_sha256",
+}
 
 
 def record(number: int, reward: float | None, generate: float, train: float) -> IterationRecord:
@@ -44,7 +63,7 @@ def summary(*records: IterationRecord) -> RunSummary:
 def test_the_summary_has_every_promised_field_as_json() -> None:
     found = json.loads(summary(record(0, 0.1, 6, 8)).model_dump_json())
 
-    assert set(REQUIRED) <= set(found)
+    assert set(found) >= REQUIRED
     assert found["eval_after"] == 0.75
     assert all(field.description for field in RunSummary.model_fields.values())
 
