@@ -51,6 +51,7 @@ def _logging() -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pa_core").setLevel(logging.INFO)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "" if terminal else "1")
 
 
 def _emit(result: dict[str, Any], as_json: bool, text: str) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from pa_core.config import OptimizerConfig, TrainConfig
+from pa_core.model.packing import TrainGroup, train_group
 from pa_core.model.tri_model import TriModel
 from pa_core.objective.advantages import batch_advantages
 from pa_core.objective.conventions import resolve_advantage
 from pa_core.objective.losses import MetricSums, denominator, grpo_loss, needs_forward
-from pa_core.model.packing import TrainGroup, train_group
 from pa_core.records import Group
 
 
@@ -41,6 +40,7 @@ class Learner:
 
     Attributes:
         version: policy version that the weights are.
+        steps: optimizer steps since the run began, those without a gradient included.
         torn: whether the weights lie between two versions, because an iteration of several steps is under way.
     """
 
@@ -65,8 +65,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        steps = config.iterations * settings.steps_per_iteration
-        self._scheduler = LambdaLR(self._optimizer, lambda step: learning_rate_factor(settings, steps, step))
+        self.steps = 0
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
@@ -76,7 +75,6 @@ class Learner:
         self._sums = MetricSums()
         self._loss = self._denominator = self._total_denominator = 0.0
         self._grad_norms: list[float] = []
-        self._learning_rate = 0.0
         self.advantages: dict[str, list[float]] = {}
 
     def accumulate(self, groups: Sequence[Group]) -> None:
@@ -126,13 +124,20 @@ class Learner:
                 self._parameters.values(), self.config.optimizer.max_grad_norm, error_if_nonfinite=True
             )
             self._grad_norms.append(float(norm))
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._learning_rate()
             self._optimizer.step()
-        self._learning_rate = self._scheduler.get_last_lr()[0]
-        self._scheduler.step()
+        self.steps += 1
         self._optimizer.zero_grad(set_to_none=True)
         self._total_denominator += self._denominator
         self._denominator = 0.0
         self.torn = True
+
+    def _learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        settings = self.config.optimizer
+        planned = self.config.iterations * settings.steps_per_iteration
+        return settings.learning_rate * learning_rate_factor(settings, planned, self.steps)
 
     def advance(self) -> None:
         """Call the weights the next version, once the iteration's steps are taken."""
@@ -154,7 +159,7 @@ class Learner:
             "train/ratio": means["ratio"],
             "train/clip_fraction": means["clipped"],
             "train/grad_norm": max(self._grad_norms, default=0.0),
-            "train/learning_rate": self._learning_rate,
+            "train/learning_rate": self._learning_rate(),
             "train/advantage_std": float(advantages.std()) if len(advantages) > 1 else 0.0,
             "train/logprob_mismatch_mean": means["mismatch"],
             "train/logprob_mismatch_max": means["mismatch_max"],
@@ -172,9 +177,7 @@ class Learner:
         }
         return tensors | {"rng": torch.get_rng_state()}
 
-    def restore(
-        self, version: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], scheduler: dict[str, Any]
-    ) -> None:
+    def restore(self, version: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], steps: int) -> None:
         """Continue from a checkpoint: policy, optimizer, schedule and random generator."""
         self.tri.policy.load_state_dict(weights)
         for name, parameter in self._parameters.items():
@@ -183,13 +186,4 @@ class Learner:
             if state:
                 self._optimizer.state[parameter] = state
         torch.set_rng_state(tensors["rng"])
-        self._scheduler.load_state_dict(scheduler)
-        for group, rate in zip(self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self.version = version
-
-    def scheduler_state(self) -> dict[str, Any]:
-        """The learning-rate schedule's state, JSON values."""
-        return {key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"} | {
-            "lr_lambdas": [None]
-        }
+        self.version, self.steps = version, steps

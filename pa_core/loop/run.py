@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +57,7 @@ def prepare_run(config: TrainConfig, name_hint: str = "run") -> Run:
         raise ConfigError(f"run_name={name!r}: use letters, digits, '.', '_' and '-' only")
     url = join_url(config.store.url, name)
     store = ObjectStore.open(url)
-    record = {"name": name, "created": stamp, "config": config.model_dump(mode="json")}
+    record = {"name": name, "id": uuid.uuid4().hex, "created": stamp, "config": config.model_dump(mode="json")}
     try:
         store.publish(RUN_KEY, json.dumps(record, indent=2).encode(), exclusive=True)
     except FileExistsError:

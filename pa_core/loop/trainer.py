@@ -164,7 +164,7 @@ class Trainer:
         version = self.learner.version
         with self.services.timeline.span("checkpoint", TRAIN, version):
             state = {
-                "scheduler": self.learner.scheduler_state(),
+                "steps": self.learner.steps,
                 "cursor": self.cursor,
                 "record": self.recorder.state(),
             }
@@ -180,7 +180,7 @@ class Trainer:
         version = self.checkpoints.latest() or 0
         if version:
             tensors, state = self.checkpoints.load(version)
-            self.learner.restore(version, self.services.weights.load(version), tensors, state["scheduler"])
+            self.learner.restore(version, self.services.weights.load(version), tensors, state["steps"])
             self.recorder.restore(state["record"])
             self.stream.restore(state["cursor"])
             self.cursor = state["cursor"]

@@ -25,6 +25,10 @@ BUILT_IN = {
     "concise": "pa_core.rewards.text:concise",
     "closeness": "pa_core.rewards.text:closeness",
     "integer_only": "pa_core.rewards.text:integer_only",
+    "equation": "pa_core.rewards.arithmetic:equation",
+    "restates": "pa_core.rewards.arithmetic:restates",
+    "result": "pa_core.rewards.arithmetic:result",
+    "stops": "pa_core.rewards.arithmetic:stops",
     "math": "pa_core.rewards.mathematics:math",
     "reasoning_gym": "pa_core.rewards.procedural:reasoning_gym",
 }
