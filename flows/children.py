@@ -46,7 +46,12 @@ class Children:
     def start_trainer(self) -> ChildProcess:
         """Start the trainer. Raises :class:`EngineError` when it cannot be started."""
         command = [sys.executable, "-m", "pa_core.cli", "train", "--run-url", self.run.url, "--json"]
-        env = {API_KEY_VARIABLE: self.replicas.api_key, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        env = {
+            API_KEY_VARIABLE: self.replicas.api_key,
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "200",
+            "TQDM_DISABLE": "1",
+        }
         self.trainer = spawn(command, self.log_dir / "trainer.log", env)
         return self.trainer
 

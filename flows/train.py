@@ -50,7 +50,7 @@ def watch_replica(children: Children, replica: str) -> State[Any]:
     return Failed(message=epitaph(f"replica {replica}", process))
 
 
-@task(name="trainer", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
+@task(name="trainer", task_run_name="trainer", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
 def run_trainer(children: Children) -> State[Any]:
     """Start the trainer and follow it to its end. Called in the main thread, where a cancellation arrives."""
     process = children.start_trainer()

@@ -119,7 +119,7 @@ def render(checks: list[Check]) -> str:
     table = Table(box=None, header_style="bold")
     for column in ("", "check", "found", "what to do"):
         table.add_column(column)
-    marks = {"ok": "[green]✓[/green]", "absent": "[yellow]–[/yellow]", "missing": "[red]✗[/red]"}
+    marks = {"ok": "[green]✓[/green]", "absent": "[yellow]-[/yellow]", "missing": "[red]✗[/red]"}
     for check in checks:
         table.add_row(marks[check.status], check.name, check.detail, check.fix)
     console = Console()

@@ -50,8 +50,6 @@ def _parts(group: TrainGroup, size: int) -> list[TrainGroup]:
 def _step(model: PreTrainedModel, attention: Attention, parts: Sequence[TrainGroup]) -> float:
     """Seconds of one forward-backward over ``parts``, each a micro-batch of its own."""
     tri = TriModel(model, attention, self_check=False)
-    if attention == "per_sample":
-        model.set_attn_implementation("sdpa")
     model.zero_grad(set_to_none=False)
     config = ObjectiveConfig()
     started = time.perf_counter()
@@ -70,7 +68,7 @@ def _step(model: PreTrainedModel, attention: Attention, parts: Sequence[TrainGro
             config=config,
             max_tokens=int(batch.sample_tokens.max()),
         ).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return time.perf_counter() - started
 
 

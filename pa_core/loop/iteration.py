@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +13,20 @@ from pa_core.records import Group, Sample
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and shares over an iteration's groups; unscored samples enter only their own share."""
     samples = [sample for group in groups for sample in group.samples]
-    scored = [sample for sample in samples if sample.reward is not None]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample) for sample in samples]
     metrics = {
-        "reward/unscored_share": 1 - len(scored) / len(samples),
+        "reward/unscored_share": 1 - len(rewards) / len(samples),
         "reward/zero_variance_groups": float(sum(_zero_variance(group) for group in groups)),
         "rollout/response_length": float(np.mean(lengths)),
         "rollout/truncated_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
         "rollout/duplicate_share": float(np.mean([_duplicate_share(group.samples) for group in groups])),
     }
-    if scored:
-        rewards = [sample.reward for sample in scored]
+    if rewards:
         metrics["reward/mean"] = float(np.mean(rewards))
         metrics["reward/std"] = float(np.std(rewards))
-        for name in sorted({name for sample in scored for name in sample.rewards}):
-            values = [sample.rewards[name] for sample in scored if name in sample.rewards]
+        for name in sorted({name for sample in samples for name in sample.rewards}):
+            values = [sample.rewards[name] for sample in samples if name in sample.rewards]
             metrics[f"reward/{name}"] = float(np.mean(values))
     return metrics
 
@@ -42,7 +42,7 @@ def _duplicate_share(samples: Sequence[Sample]) -> float:
     return 1 - len(distinct) / len(samples)
 
 
-def sample_rows(groups: Sequence[Group], version: int, limit: int = 16) -> list[dict[str, object]]:
+def sample_rows(groups: Sequence[Group], version: int, limit: int = 16) -> list[dict[str, Any]]:
     """Rows of the table of sample rollouts: the first samples of as many groups as fit."""
     per_group = max(1, limit // max(1, len(groups)))
     return [

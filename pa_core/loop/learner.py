@@ -110,7 +110,7 @@ class Learner:
                 config=objective,
                 max_tokens=self.config.sampling.max_tokens,
             )
-            sums.loss.backward()  # type: ignore[no-untyped-call]
+            sums.loss.backward()
             self._loss += float(sums.loss.detach())
             self._denominator += sums.denominator
             self._sums.add(sums.metrics)

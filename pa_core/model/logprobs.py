@@ -86,7 +86,7 @@ class _HeadLogprobs(torch.autograd.Function):
         slope = None if grad_entropy is None else grad_entropy / ctx.temperature
         level = None if grad_logprobs is None else grad_logprobs / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias) if bias is not None else None
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
@@ -101,6 +101,8 @@ class _HeadLogprobs(torch.autograd.Function):
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[part])
+            elif ctx.needs_input_grad[1]:
+                grad_weight = grad.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None

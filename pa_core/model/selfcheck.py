@@ -13,8 +13,9 @@ from pa_core.errors import ModelError
 from pa_core.model.attention import ATTENTION_NAME
 from pa_core.model.packing import Attention, PackedBatch, TrainGroup, TrainSample, pack
 
-# Largest allowed difference in nats. Rounding alone gives about 2e-5 in float32 for a 30-layer model.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+# Allowed mean and maximum of the differences, in nats. Rounding alone gives a maximum of about 1e-5 in float32, and
+# one of 0.1 to 0.2 with a mean of 0.03 in bfloat16, for a 30-layer model; broken attention moves them by about 1.
+_TOLERANCES = {torch.float32: (5e-5, 5e-4), torch.bfloat16: (0.1, 1.0), torch.float16: (0.02, 0.2)}
 _SHAPES = ((9, (4, 7, 0, 1)), (13, (5, 3)), (40, (2, 6, 6)))
 
 
@@ -53,9 +54,7 @@ def _own_logprobs(model: PreTrainedModel, groups: list[TrainGroup]) -> Tensor:
 
 
 @torch.no_grad()
-def check_logprobs(
-    model: PreTrainedModel, attention: Attention, logprobs: Callable[[PackedBatch], Tensor]
-) -> float:
+def check_logprobs(model: PreTrainedModel, attention: Attention, logprobs: Callable[[PackedBatch], Tensor]) -> float:
     """Compare ``logprobs`` of a small random batch with the model's own per-sample forward.
 
     Args:
@@ -76,10 +75,11 @@ def check_logprobs(
         truth = _own_logprobs(model, groups)
     finally:
         model.set_attn_implementation(implementation)
-    difference = float((ours - truth).abs().max())
-    tolerance = _TOLERANCE.get(model.dtype, 5e-4)
-    # "not <=" so that NaN is refused as well.
-    if not difference <= tolerance:
+    differences = (ours - truth).abs()
+    mean, largest = float(differences.mean()), float(differences.max())
+    allowed_mean, allowed = _TOLERANCES.get(model.dtype, _TOLERANCES[torch.float32])
+    # Written so that NaN is refused as well.
+    if not (mean <= allowed_mean and largest <= allowed):
         fix = (
             "set model.attention=per_sample"
             if attention == "shared_prompt"
@@ -87,6 +87,7 @@ def check_logprobs(
         )
         raise ModelError(
             f"model.attention={attention}: log-probabilities of {type(model).__name__} differ from its own forward by "
-            f"{difference:.3g} nats (allowed: {tolerance:.3g}); {fix}"
+            f"{mean:.3g} nats in the mean and {largest:.3g} at most (allowed: {allowed_mean:.3g} and {allowed:.3g}); "
+            f"{fix}"
         )
-    return difference
+    return largest

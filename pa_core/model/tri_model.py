@@ -83,6 +83,8 @@ class TriModel:
                     f"model.attention=shared_prompt: {type(policy).__name__} does not take an attention function; "
                     "set model.attention=per_sample"
                 )
+        elif policy.config._attn_implementation == ATTENTION_NAME:
+            policy.set_attn_implementation("sdpa")
         self.self_check_difference: float | None = None
         if self_check:
             self.self_check_difference = check_logprobs(

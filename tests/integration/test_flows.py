@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,12 +20,14 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from pa_core.loop.run import open_run
+from pa_core.loop.progress import read_progress
+from pa_core.loop.run import Run, open_run
 from pa_core.store.objects import ObjectStore
 from pa_core.store.weights import WeightStore
 
 START_S = 240.0
 RUN_S = 300.0
+ENDLESS = ("iterations=100000", "prompts_per_iteration=8", "group_size=4", "sampling.max_tokens=64")
 TERMINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -81,17 +82,17 @@ class Prefect:
         wanted = {"logs": {"flow_run_id": {"any_": [flow_run_id]}}}
         return [one["message"] for one in self.api.post("/logs/filter", json=wanted).json()]
 
-    def in_training(self, flow_run_id: str) -> ObjectStore:
-        """The run's store, once a version beyond the first is published."""
+    def in_training(self, flow_run_id: str) -> Run:
+        """The run, once it has finished two iterations."""
 
-        def check() -> ObjectStore | None:
+        def check() -> Run | None:
             assert self.state(flow_run_id)["type"] not in TERMINAL, self.state(flow_run_id)
             for file in self.folder.glob("runs/*/progress.json"):
-                store = open_run(str(file.parent)).store
+                run = open_run(str(file.parent))
                 linked = self.artifacts(flow_run_id).get("mlflow-run")
-                run_id = json.loads(file.read_text())["mlflow_run_id"]
-                if linked and run_id and run_id in linked["data"] and WeightStore(store).manifest(2) is not None:
-                    return store
+                progress = read_progress(run.store)
+                if linked and progress and str(progress.mlflow_run_id) in linked["data"] and progress.iteration >= 2:
+                    return run
             return None
 
         return wait_for("training", check, RUN_S)
@@ -142,7 +143,7 @@ def write_deployments(folder: Path, config: dict[str, Any]) -> Path:
         }
 
     file = folder / "prefect.yaml"
-    file.write_text(yaml.safe_dump({"deployments": [deployment("tiny"), deployment("endless", "iterations=100000")]}))
+    file.write_text(yaml.safe_dump({"deployments": [deployment("tiny"), deployment("endless", *ENDLESS)]}))
     return file
 
 
@@ -213,7 +214,7 @@ def test_a_served_run_completes_with_summary_curve_and_a_link_to_its_mlflow_run(
     assert mlflow_run.data.metrics["policy/version"] == 2
 
     tasks = prefect.api.post("/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"]]}}}).json()
-    assert {(task["name"].split("-")[0], task["state_type"]) for task in tasks} == {
+    assert {(task["name"], task["state_type"]) for task in tasks} == {
         ("replica r0", "COMPLETED"),
         ("trainer", "COMPLETED"),
     }
@@ -221,49 +222,49 @@ def test_a_served_run_completes_with_summary_curve_and_a_link_to_its_mlflow_run(
 
 
 def test_cancelling_ends_every_process_and_keeps_the_last_version(prefect: Prefect) -> None:
-    run = prefect.submit("endless").json()
-    store = prefect.in_training(run["id"])
-    assert len(processes_of(store.url)) >= 2
+    flow_run = prefect.submit("endless").json()["id"]
+    run = prefect.in_training(flow_run)
+    assert len(processes_of(run.url)) >= 2
 
     cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
-    prefect.api.post(f"/flow_runs/{run['id']}/set_state", json=cancelling)
+    prefect.api.post(f"/flow_runs/{flow_run}/set_state", json=cancelling)
     began = time.monotonic()
-    wait_for("end of the run's processes", lambda: not processes_of(store.url), 25)
+    wait_for("end of the run's processes", lambda: not processes_of(run.url), 25)
     assert time.monotonic() - began < 25
 
-    assert prefect.ended(run["id"], 60)["type"] == "CANCELLED"
-    version = latest_version(store)
+    assert prefect.ended(flow_run, 60)["type"] == "CANCELLED"
+    version = latest_version(run.store)
     assert version >= 2
-    assert WeightStore(store).load(version)
-    mlflow_run_id = open_run(store.url).facts()["mlflow_run_id"]
+    assert WeightStore(run.store).load(version)
+    mlflow_run_id = run.facts()["mlflow_run_id"]
     wait_for("MLflow run KILLED", lambda: prefect.mlflow.get_run(mlflow_run_id).info.status == "KILLED", 30)
 
 
 def test_killing_the_flow_process_leaves_no_orphan_and_no_running_mlflow_run(prefect: Prefect) -> None:
-    run = prefect.submit("endless").json()
-    store = prefect.in_training(run["id"])
-    children = processes_of(store.url)
+    flow_run = prefect.submit("endless").json()["id"]
+    run = prefect.in_training(flow_run)
+    children = processes_of(run.url)
     flow_process = next(parent for child in children if (parent := child.parent()) and parent not in children)
     assert flow_process.pid not in (os.getpid(), prefect.host.pid)
 
     flow_process.kill()
-    wait_for("end of the orphans", lambda: not processes_of(store.url), 25)
-    assert prefect.ended(run["id"], 60)["type"] == "CRASHED"
-    mlflow_run_id = open_run(store.url).facts()["mlflow_run_id"]
+    wait_for("end of the orphans", lambda: not processes_of(run.url), 25)
+    assert prefect.ended(flow_run, 60)["type"] == "CRASHED"
+    mlflow_run_id = run.facts()["mlflow_run_id"]
     wait_for("MLflow run FAILED", lambda: prefect.mlflow.get_run(mlflow_run_id).info.status == "FAILED", 60)
 
 
 def test_a_killed_trainer_fails_the_run_and_its_mlflow_run(prefect: Prefect) -> None:
-    run = prefect.submit("endless").json()
-    store = prefect.in_training(run["id"])
-    trainer = next(one for one in processes_of(store.url) if "pa_core.cli" in one.cmdline())
+    flow_run = prefect.submit("endless").json()["id"]
+    run = prefect.in_training(flow_run)
+    trainer = next(one for one in processes_of(run.url) if "pa_core.cli" in one.cmdline())
 
     trainer.kill()
-    state = prefect.ended(run["id"], 60)
+    state = prefect.ended(flow_run, 60)
     assert state["type"] == "FAILED"
     assert "SIGKILL" in state["message"]
-    assert not processes_of(store.url)
-    mlflow_run_id = open_run(store.url).facts()["mlflow_run_id"]
+    assert not processes_of(run.url)
+    mlflow_run_id = run.facts()["mlflow_run_id"]
     assert prefect.mlflow.get_run(mlflow_run_id).info.status == "FAILED"
 
 

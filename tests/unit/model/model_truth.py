@@ -25,16 +25,19 @@ _SHAPE = {
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "max_position_embeddings": 256,
-    # Large enough that attention visibly shapes the output.
-    "initializer_range": 0.25,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
 
 
-def tiny_model(kind: str, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random ``llama``, ``qwen2`` or ``qwen3`` with grouped-query attention, the same for every call."""
+def tiny_model(
+    kind: str, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, scale: float = 0.25
+) -> PreTrainedModel:
+    """A random ``llama``, ``qwen2`` or ``qwen3`` with grouped-query attention, the same for every call.
+
+    ``scale`` is the standard deviation of its weights; the default makes attention shape the output visibly.
+    """
     torch.manual_seed(0)
     classes: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
@@ -43,7 +46,12 @@ def tiny_model(kind: str, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype 
     }
     config_class, model_class = classes[kind]
     config = config_class(
-        **_SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32 // heads, tie_word_embeddings=True
+        **_SHAPE,
+        initializer_range=scale,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=32 // heads,
+        tie_word_embeddings=True,
     )
     model: PreTrainedModel = model_class(config).to(dtype).eval()
     for name, parameter in model.named_parameters():
@@ -52,9 +60,7 @@ def tiny_model(kind: str, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype 
     return model
 
 
-def random_groups(
-    shapes: list[tuple[int, tuple[int, ...]]], seed: int = 0, masked: bool = False
-) -> list[TrainGroup]:
+def random_groups(shapes: list[tuple[int, tuple[int, ...]]], seed: int = 0, masked: bool = False) -> list[TrainGroup]:
     """Groups of ``(prompt length, response lengths)`` with random tokens, advantages and engine log-probabilities."""
     generator = np.random.default_rng(seed)
 

@@ -35,8 +35,11 @@ def test_values_and_gradients_equal_the_unchunked_head(
     leaves = [hidden, *head.parameters()]
 
     def grads(values: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        terms = [(w * v).sum() for w, v, name in zip(weights, values, ("logprobs", "entropy"), strict=True)
-                 if use in ("both", name)]
+        terms = [
+            (w * v).sum()
+            for w, v, name in zip(weights, values, ("logprobs", "entropy"), strict=True)
+            if use in ("both", name)
+        ]
         return torch.autograd.grad(torch.stack(terms).sum(), leaves)
 
     ours, truth = (f(head, hidden, targets, temperature) for f in (token_logprobs, _plain))

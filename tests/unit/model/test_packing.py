@@ -89,7 +89,9 @@ def test_the_blocks_are_exactly_the_pairs_that_may_attend(shapes: list[tuple[int
 
     def add(queries, keys, causal: bool) -> None:  # type: ignore[no-untyped-def]
         for batch in range(queries.batch):
-            real = [s.gather(rows)[batch][slice(None) if s.padding is None else ~s.padding[batch]] for s in (queries, keys)]
+            real = [
+                s.gather(rows)[batch][slice(None) if s.padding is None else ~s.padding[batch]] for s in (queries, keys)
+            ]
             pairs = np.ones((len(real[0]), len(real[1])), dtype=np.int64)
             computed[np.ix_(real[0].numpy(), real[1].numpy())] += np.tril(pairs) if causal else pairs
 

@@ -26,7 +26,9 @@ def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
     return (weights * logprobs).sum() + 0.3 * (weights.flip(0) * entropy).sum()
 
 
-def _compare(kind: str, groups: list[TrainGroup], way: str, heads: tuple[int, int] = (4, 2), truth: str = "eager") -> None:
+def _compare(
+    kind: str, groups: list[TrainGroup], way: str, heads: tuple[int, int] = (4, 2), truth: str = "eager"
+) -> None:
     model = tiny_model(kind, *heads)
     model.set_attn_implementation(truth)
     expected, expected_entropy = per_sample_logprobs(model, groups, temperature=0.7)
@@ -133,11 +135,14 @@ def test_the_self_check_accepts_exact_attention() -> None:
         assert difference is not None and difference < 1e-4
 
 
-@pytest.mark.parametrize("broken", ["sibling", "no_prompt", "prompt_shifted"])
-def test_the_self_check_refuses_broken_attention(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", ["sees_future", "no_prompt", "prompt_shifted"])
+def test_the_self_check_refuses_broken_attention(
+    monkeypatch: pytest.MonkeyPatch, broken: str, dtype: torch.dtype
+) -> None:
     class Broken(kernels.CpuFlashKernel):
         def forward(self, q, k, v, causal, mask, scale):  # type: ignore[no-untyped-def]
-            if broken == "sibling" and causal:
+            if broken == "sees_future" and causal:
                 causal = False
             out, lse = super().forward(q, k, v, causal, mask, scale)
             if not causal and broken == "no_prompt":
@@ -147,8 +152,8 @@ def test_the_self_check_refuses_broken_attention(monkeypatch: pytest.MonkeyPatch
             return out, lse
 
     monkeypatch.setattr(attention, "kernel_for", lambda device: Broken())
-    with pytest.raises(ModelError, match="model.attention=per_sample"):
-        TriModel(tiny_model("llama"))
+    with pytest.raises(ModelError, match=r"model\.attention=per_sample"):
+        TriModel(tiny_model("llama", dtype=dtype))
 
 
 def test_the_self_check_refuses_a_model_whose_head_is_not_its_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:

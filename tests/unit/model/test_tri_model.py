@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from model_truth import per_sample_logprobs, random_groups, tiny_model
+from transformers import AutoModelForCausalLM
 
 from pa_core.model.packing import pack
 from pa_core.model.tri_model import TriModel
@@ -69,3 +72,19 @@ def test_a_bfloat16_model_is_served() -> None:
     truth = per_sample_logprobs(tiny_model("llama"), GROUPS)[0]
     assert out.policy.dtype is torch.float32
     assert float((out.policy - truth).detach().abs().mean()) < 0.1
+
+
+def test_a_trained_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    tri = TriModel(tiny_model("llama"))
+    tri.policy.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+    ours = tri.logprobs(pack(GROUPS), 1.0).policy
+    torch.testing.assert_close(per_sample_logprobs(again, GROUPS)[0], ours, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_can_change_from_shared_prompt_to_per_sample() -> None:
+    model = tiny_model("llama")
+    shared = TriModel(model, "shared_prompt").logprobs(pack(GROUPS), 1.0).policy
+    single = TriModel(model, "per_sample").logprobs(pack(GROUPS, "per_sample"), 1.0).policy
+    torch.testing.assert_close(shared, single, rtol=1e-5, atol=1e-5)

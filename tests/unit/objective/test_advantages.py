@@ -57,7 +57,12 @@ def test_leave_one_out_takes_both_statistics_over_the_others() -> None:
     # For r = [3, 0, 1, 2]: others of 3 are 0, 1, 2 (mean 1, unbiased std 1); of 0 are 1, 2, 3 (2, 1);
     # of 1 are 0, 2, 3 (5/3, sqrt(7/3)); of 2 are 0, 1, 3 (4/3, sqrt(7/3)).
     eps = 1e-6
-    expected = [2 / (1 + eps), -2 / (1 + eps), (1 - 5 / 3) / (math.sqrt(7 / 3) + eps), (2 - 4 / 3) / (math.sqrt(7 / 3) + eps)]
+    expected = [
+        2 / (1 + eps),
+        -2 / (1 + eps),
+        (1 - 5 / 3) / (math.sqrt(7 / 3) + eps),
+        (2 - 4 / 3) / (math.sqrt(7 / 3) + eps),
+    ]
     result = group_advantages(torch.tensor([3.0, 0.0, 1.0, 2.0]), PRESETS["nemo_rl"])
     torch.testing.assert_close(result.values, torch.tensor(expected), rtol=1e-6, atol=0)
 

@@ -102,7 +102,7 @@ def test_metrics_of_micro_batches_add_up_to_means_and_a_maximum() -> None:
 
 
 def test_beta_without_a_reference_is_an_error() -> None:
-    with pytest.raises(ValueError, match="objective.beta"):
+    with pytest.raises(ValueError, match=r"objective\.beta"):
         grpo_loss(
             POLICY, OLD, None, ENTROPY, advantages=POLICY, engine_logprobs=OLD, sample_index=torch.zeros(3).long(),
             sample_tokens=torch.tensor([3]), config=ObjectiveConfig(beta=0.1), max_tokens=4,
