@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from prefect import State
+from prefect.exceptions import TerminationSignal
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
 
 from flows import services, tracking, watch
-from flows.train import train
+from flows.train import FAILURES, train
 from pa_core.config import TrainConfig, load_config
 from pa_core.errors import UserError
 from pa_core.loop.progress import ProgressBar
+from pa_core.tracking.mlflow_run import absolute_uri
 
 STOPPED = 3
 
@@ -58,6 +61,14 @@ def run_flow(config: TrainConfig, name: str) -> State[Any]:
             watch.observers.remove(bar.update)
 
 
+def opening_command(tracking_uri: str) -> str:
+    """The command after which the links of the report work."""
+    uri = absolute_uri(tracking_uri)
+    if not uri.startswith("sqlite:") or uri == absolute_uri("sqlite:///mlflow.db"):
+        return "make up"
+    return f"make up   (this run's MLflow pages: mlflow ui --backend-store-uri {uri})"
+
+
 def closing_report(state: State[Any], summary: dict[str, Any], config: TrainConfig) -> str:
     """What happened and how to look at it."""
 
@@ -75,7 +86,7 @@ def closing_report(state: State[Any], summary: dict[str, Any], config: TrainConf
         f"sync {number('t_sync', '.0f')} s, wall {number('wall', '.0f')} s)",
         f"bound               {number('bound', '.2f')} times sync at most, with these times",
         "",
-        "Look at it:         make up",
+        f"Look at it:         {opening_command(config.tracking.uri)}",
     ]
     if summary["mlflow_run_id"]:
         lines.append(f"  MLflow            {tracking.run_page(config.tracking.uri, summary['mlflow_run_id'])}")
@@ -87,17 +98,18 @@ def main(arguments: list[str]) -> int:
     """Exit codes: 0 trained, 2 bad input, 3 stopped, 1 anything else."""
     console = Console(stderr=True)
     os.environ.setdefault("PA_MLFLOW_UI", services.mlflow_address())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Prefect hands the signal on when the flow is over
     try:
         config, name = parse(arguments)
         state = run_flow(config, name)
     except UserError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TerminationSignal):
         console.print("stopped")
         return STOPPED
     if not state.is_completed():
-        console.print(f"error: {state.message}", style="red", markup=False, highlight=False)
-        return 1
+        console.print(f"error: {state.message}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return next((code for code, failure in FAILURES.items() if failure == state.name), 1)
     Console().print("\n" + closing_report(state, state.result(), config), markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -25,6 +25,8 @@ from pa_core.loop.run import Run, prepare_run
 
 MAX_REPLICAS = 62
 POLL_S = 0.5
+FAILURES = {2: "Bad input", 3: "Stopped"}
+"""Names of failed states by the exit code that says the same."""
 
 
 def end_mlflow_runs(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -36,6 +38,11 @@ def end_mlflow_runs(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     uri, status = config.tracking.uri, "KILLED" if state.is_cancelled() else "FAILED"
     for run_id in tracking.runs_of_flow_run(uri, config.tracking.experiment, str(flow_run.id)):
         tracking.end_run(uri, run_id, status)
+
+
+def failed(message: str, exit_code: int) -> State[Any]:
+    """A failed state whose name tells what kind of failure it was."""
+    return Failed(message=message, name=FAILURES.get(exit_code, "Failed"))
 
 
 @task(name="replica", task_run_name="replica {replica}", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
@@ -64,7 +71,8 @@ def run_trainer(children: Children) -> State[Any]:
     watch.look(now=True)
     if process.poll() == 0:
         return Completed(message="trained", data=watch.result)
-    return Failed(message=str(watch.result.get("error") or epitaph("the trainer", process)))
+    message = str(watch.result.get("error") or epitaph("the trainer", process))
+    return failed(message, process.poll() or 1)
 
 
 def end_own_mlflow_run(run: Run, status: str) -> None:
@@ -106,7 +114,7 @@ def train(config: TrainConfig) -> State[Any]:
     try:
         run = prepare_run(config, run_name_hint())
     except UserError as error:
-        return Failed(message=str(error))
+        return failed(str(error), error.exit_code)
     get_run_logger().info("run %s in %s", run.name, run.url)
     status = "KILLED"
     try:
@@ -117,11 +125,11 @@ def train(config: TrainConfig) -> State[Any]:
             replica.wait()
         status = "FAILED"
     except UserError as error:
-        return Failed(message=str(error))
+        return failed(str(error), error.exit_code)
     finally:
         end_own_mlflow_run(run, status)
     if trained.is_failed():
-        return Failed(message=trained.message)
+        return Failed(message=trained.message, name=trained.name)
     summary = cast(dict[str, Any], trained.result())
     publish_results(run, summary)
     return Completed(message=artifacts.headline(summary), data=summary)

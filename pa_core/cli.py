@@ -118,11 +118,13 @@ def evaluate(
 def serve(
     run_url: Annotated[str, typer.Option(help="The run to serve.")],
     replica_id: Annotated[str, typer.Option(help="Name of this replica, e.g. r0.")],
+    as_json: Json = False,
 ) -> None:
-    """Run one inference replica of a prepared run (started by `pa train` and by the flows)."""
+    """Run one inference replica of a prepared run until it is told to stop; PA_API_KEY holds the run's key."""
     from pa_core.rollout.server import serve_replica
 
     serve_replica(run_url, replica_id)
+    _emit({"replica": replica_id, "run_url": run_url}, as_json, f"replica {replica_id} stopped")
 
 
 @app.command()
@@ -150,12 +152,15 @@ def bench_shared_prompt(
     prompt_tokens: Annotated[int, typer.Option(help="Lp.")] = 512,
     response_tokens: Annotated[int, typer.Option(help="Lr.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps per side; the median counts.")] = 3,
     as_json: Json = False,
 ) -> None:
     """One training step with shared-prompt attention against the best per-sample step."""
     from pa_core.bench.shared_prompt import render, run
 
-    result = run(model, group_size, prompt_tokens, response_tokens, threads=threads or os.cpu_count() or 1)
+    result = run(
+        model, group_size, prompt_tokens, response_tokens, threads=threads or os.cpu_count() or 1, repeats=repeats
+    )
     _emit(result, as_json, render(result))
 
 

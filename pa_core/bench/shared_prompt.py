@@ -150,3 +150,18 @@ def run(
         "per_sample_response_tokens_per_s": group_size * response_len / per_sample,
         "gradient_distance": distance,
     }
+
+
+def render(result: dict[str, Any]) -> str:
+    """Both sides, their ratio, and rho beside it."""
+    return "\n".join(
+        [
+            f"K={result['group_size']} Lp={result['prompt_len']} Lr={result['response_len']}, {result['dtype']}, "
+            f"{result['threads']} threads",
+            f"shared prompt  {result['shared_s']:8.2f} s  {result['shared_response_tokens_per_s']:7.1f} response tokens/s",
+            f"per sample     {result['per_sample_s']:8.2f} s  {result['per_sample_response_tokens_per_s']:7.1f} "
+            f"response tokens/s (best micro-batch: {result['per_sample_micro_batch']} samples)",
+            f"speed-up {result['speedup']:.2f}x; rho {result['rho']:.2f} ({result['share_of_rho']:.0%} of it); "
+            f"relative distance of the gradients {result['gradient_distance']:.1e}",
+        ]
+    )
