@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ class Children:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.stopping = threading.Event()
-        self.log_dir = Path(run.url) / "logs" if "://" not in run.url else Path(tempfile.mkdtemp(prefix=run.name))
-        self.replicas = ReplicaSet(run.url, run.config.engine, self.log_dir)
+        self.replicas = ReplicaSet(run.url, run.config.engine, self.run.log_folder)
         self.trainer: ChildProcess | None = None
 
     def __enter__(self) -> Children:
@@ -52,7 +50,7 @@ class Children:
             "COLUMNS": "200",
             "TQDM_DISABLE": "1",
         }
-        self.trainer = spawn(command, self.log_dir / "trainer.log", env)
+        self.trainer = spawn(command, self.run.log_folder / "trainer.log", env)
         return self.trainer
 
     def replica_error(self) -> EngineError | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pa_core.config import ObjectiveConfig
@@ -72,19 +73,23 @@ def _step(model: PreTrainedModel, attention: Attention, parts: Sequence[TrainGro
     return time.perf_counter() - started
 
 
-def _best_size(model: PreTrainedModel, group: TrainGroup, sizes: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """The per-sample micro-batch size with the least time per sample, and the times per sample of all, in seconds."""
-    seconds = {size: _step(model, "per_sample", _parts(group, size)[:1]) / size for size in sizes}
-    return min(seconds, key=seconds.__getitem__), seconds
+def _best_size(model: PreTrainedModel, group: TrainGroup) -> tuple[int, dict[int, float]]:
+    """The per-sample micro-batch size with the least time per sample, and the seconds per sample of all tried.
+
+    Sizes double until they get slower or reach the whole group.
+    """
+    seconds: dict[int, float] = {}
+    size = 1
+    while True:
+        seconds[size] = _step(model, "per_sample", _parts(group, size)[:1]) / size
+        best = min(seconds, key=seconds.__getitem__)
+        if best != size or size == len(group.samples):
+            return best, seconds
+        size = min(2 * size, len(group.samples))
 
 
-def _gradient_distance(model: PreTrainedModel, sides: dict[str, Callable[[], float]]) -> float:
-    """Norm of the difference of both sides' gradients, relative to the per-sample one."""
-    found = {}
-    for name, side in sides.items():
-        side()
-        found[name] = torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
-    return float((found["shared"] - found["per_sample"]).norm() / found["per_sample"].norm())
+def _gradient(model: PreTrainedModel) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def run(
@@ -96,7 +101,6 @@ def run(
     repeats: int = 3,
     dtype: str = "float32",
     threads: int | None = None,
-    per_sample_sizes: Sequence[int] = (1, 2, 4, 8),
     seed: int = 0,
 ) -> dict[str, Any]:
     """Time one training step both ways.
@@ -106,7 +110,6 @@ def run(
         group_size: K. prompt_len: Lp. response_len: Lr, in tokens.
         repeats: timed steps per side; the median counts.
         threads: CPU threads; default: torch's.
-        per_sample_sizes: micro-batch sizes to choose the per-sample side's best from; those above K are left out.
 
     Returns:
         Seconds of both sides, ``speedup``, ``rho`` and ``share_of_rho``, response tokens per second, and the
@@ -116,18 +119,18 @@ def run(
         torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(resolve_source(model_path), dtype=getattr(torch, dtype)).eval()
     group = _random_group(model.get_input_embeddings().num_embeddings, group_size, prompt_len, response_len, seed)
-    sizes = sorted({min(size, group_size) for size in per_sample_sizes})
     _step(model, "per_sample", _parts(group, 1)[:1])  # warm up
-    size, seconds_by_size = _best_size(model, group, sizes)
+    size, seconds_by_size = _best_size(model, group)
     sides: dict[str, Callable[[], float]] = {
         "shared": lambda: _step(model, "shared_prompt", [group]),
         "per_sample": lambda: _step(model, "per_sample", _parts(group, size)),
     }
-    distance = _gradient_distance(model, sides)
     times: dict[str, list[float]] = {name: [] for name in sides}
+    gradients: dict[str, Tensor] = {}
     for _ in range(repeats):
         for name, side in sides.items():
             times[name].append(side())
+            gradients[name] = _gradient(model)
     shared, per_sample = (float(np.median(times[name])) for name in ("shared", "per_sample"))
     rho = token_ratio(group_size, prompt_len, response_len)
     return {
@@ -148,7 +151,9 @@ def run(
         "share_of_rho": per_sample / shared / rho,
         "shared_response_tokens_per_s": group_size * response_len / shared,
         "per_sample_response_tokens_per_s": group_size * response_len / per_sample,
-        "gradient_distance": distance,
+        "gradient_distance": float(
+            (gradients["shared"] - gradients["per_sample"]).norm() / gradients["per_sample"].norm()
+        ),
     }
 
 
@@ -158,7 +163,8 @@ def render(result: dict[str, Any]) -> str:
         [
             f"K={result['group_size']} Lp={result['prompt_len']} Lr={result['response_len']}, {result['dtype']}, "
             f"{result['threads']} threads",
-            f"shared prompt  {result['shared_s']:8.2f} s  {result['shared_response_tokens_per_s']:7.1f} response tokens/s",
+            f"shared prompt  {result['shared_s']:8.2f} s  {result['shared_response_tokens_per_s']:7.1f} "
+            "response tokens/s",
             f"per sample     {result['per_sample_s']:8.2f} s  {result['per_sample_response_tokens_per_s']:7.1f} "
             f"response tokens/s (best micro-batch: {result['per_sample_micro_batch']} samples)",
             f"speed-up {result['speedup']:.2f}x; rho {result['rho']:.2f} ({result['share_of_rho']:.0%} of it); "

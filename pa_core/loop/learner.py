@@ -119,7 +119,7 @@ class Learner:
         """Normalise the accumulated gradient, clip it and step; without any gradient the weights stay as they are."""
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, self._denominator)
+            torch._foreach_div_(gradients, max(self._denominator, 1.0))
             norm = torch.nn.utils.clip_grad_norm_(
                 self._parameters.values(), self.config.optimizer.max_grad_norm, error_if_nonfinite=True
             )

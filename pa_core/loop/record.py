@@ -89,7 +89,8 @@ class Recorder:
             return
         killed = isinstance(error, (Stopped, KeyboardInterrupt))
         self._mlflow.set_tag("stopped_by", str(error) or type(error).__name__)
-        self._pictures()
+        if not killed:  # who is told to stop has little time; the pictures of some iterations ago are there
+            self._pictures()
         self._mlflow.finish("KILLED" if killed else "FAILED")
         self._tell("stopped" if killed else "failed")
 
@@ -139,6 +140,7 @@ class Recorder:
         self._mlflow.log_iteration(t, metrics)
         if t % self._config.tracking.rollout_table_every == 0 or t + 1 == self._config.iterations:
             self._mlflow.log_table(sample_rows(groups, t), "rollouts", t)
+            self._pictures()
         self._store_spans(t, [span.to_dict() for span in spans])
         self._estimate(t, metrics.get("reward/mean"))
         log.info(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,13 @@ class Run:
     name: str
     config: TrainConfig
     store: ObjectStore
+
+    @property
+    def log_folder(self) -> Path:
+        """Local folder for the logs of the run's processes: in the run's own folder where that is local."""
+        if "://" not in self.url or self.url.startswith("file://"):
+            return Path(self.url.removeprefix("file://")) / "logs"
+        return Path(tempfile.gettempdir()) / "periodic-asynchrony" / self.name
 
     def describe(self, **facts: Any) -> None:
         """Add facts (fingerprints, MLflow run id) to ``run.json``."""

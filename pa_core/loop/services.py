@@ -60,16 +60,9 @@ def describing_files(model: LoadedModel) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
 
-def log_folder(run: Run) -> Path:
-    """Local folder for the logs of the run's replicas: in the run's folder where that is local."""
-    if "://" not in run.url or run.url.startswith("file://"):
-        return Path(run.url.removeprefix("file://")) / "logs"
-    return Path(tempfile.gettempdir()) / "periodic-asynchrony" / run.name
-
-
 def replica_set(run: Run) -> ReplicaSet:
     """The run's replica processes, not yet started."""
-    return ReplicaSet(run.url, run.config.engine, log_folder(run))
+    return ReplicaSet(run.url, run.config.engine, run.log_folder)
 
 
 class Services:

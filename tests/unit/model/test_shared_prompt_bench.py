@@ -17,8 +17,9 @@ def test_rho_is_computed_tokens_over_computed_tokens() -> None:
 
 def test_both_sides_do_the_same_work(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    result = run(str(tmp_path), group_size=3, prompt_len=20, response_len=5, repeats=2, per_sample_sizes=(1, 2, 8))
+    result = run(str(tmp_path), group_size=3, prompt_len=20, response_len=5, repeats=2)
     assert result["gradient_distance"] < 1e-5
-    assert set(result["per_sample_seconds_per_sample"]) == {1, 2, 3}
+    tried = result["per_sample_seconds_per_sample"]
+    assert set(tried) in ({1, 2}, {1, 2, 3}) and tried[result["per_sample_micro_batch"]] == min(tried.values())
     assert result["speedup"] == result["per_sample_s"] / result["shared_s"]
     assert len(result["shared_all_s"]) == len(result["per_sample_all_s"]) == 2
