@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,22 @@ def hush_console() -> None:
                 handler.setLevel(logging.ERROR)
 
 
+@contextmanager
+def prefect_server() -> Iterator[None]:
+    """The Prefect server of the settings, else the one that ``make up`` started, else one for this run alone."""
+    if PREFECT_API_URL.value() is not None:
+        yield
+        return
+    running = services.running_prefect_api()
+    server = nullcontext(running) if running is not None else services.temporary_prefect()
+    with server as api, temporary_settings({PREFECT_API_URL: api}):
+        yield
+
+
 def run_flow(config: TrainConfig, name: str) -> State[Any]:
-    """Run the flow with Prefect's own settings, or on the server that ``make up`` started when it runs."""
-    api = services.running_prefect_api()
-    local = api is not None and PREFECT_API_URL.value() is None
-    settings = temporary_settings({PREFECT_API_URL: api}) if local else nullcontext()
+    """Run the flow in this process and draw its progress."""
     bar = ProgressBar()
-    with settings, bar:
+    with prefect_server(), bar:
         if sys.stderr.isatty():
             hush_console()
         watch.observers.append(bar.update)

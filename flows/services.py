@@ -15,8 +15,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import psutil
 from rich.console import Console
 
 from pa_core.errors import EngineError, UserError
+from pa_core.rollout.process import spawn
 
 STATE = Path(".services")
 START_TIMEOUT_S = 180.0
@@ -150,6 +151,24 @@ def _await(service: Service, ready: Callable[[], bool], console: Console) -> Non
                 raise EngineError(f"{service.name} {why}; the end of {_log(service.name)}:\n{tail}")
             time.sleep(0.3)
     console.print(f"  {service.name:<12} ready in {time.monotonic() - began:.0f} s   {service.address}")
+
+
+@contextmanager
+def temporary_prefect() -> Iterator[str]:
+    """API address of a Prefect server on the project's database that ends with this process, however it ends."""
+    console = Console(stderr=True)
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        address = f"http://{HOST}:{probe.getsockname()[1]}"
+    server = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", address.rpartition(":")[2])
+    guarded = (sys.executable, "-m", "pa_core.rollout.process", *server)
+    process = spawn(guarded, _log("prefect"), _environment() | {"PREFECT_API_URL": f"{address}/api"})
+    try:
+        service = Service("prefect", process.pid, psutil.Process(process.pid).create_time(), address)
+        _await(service, lambda: _get(f"{address}/api/health") is not None, console)
+        yield f"{address}/api"
+    finally:
+        process.stop(5.0)
 
 
 def _deployments_ready(since: float) -> Callable[[], bool]:

@@ -99,6 +99,9 @@ def _probe_store(url: str) -> str:
 
 
 def _probe_tracking(uri: str) -> str:
+    from pa_core.tracking.mlflow_run import prepare_environment
+
+    prepare_environment()
     import mlflow
 
     experiments = mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=5)

@@ -83,12 +83,12 @@ class Services:
         torch.manual_seed(config.seed)
         self.run = run
         self.patience_s = 2 * config.engine.request_timeout_s + 120
+        self.rewards = RewardPool(config.rewards, config.scoring)  # first: a mistyped name should not cost a model
         self.model = load_policy(config.model)
         self.model_files = describing_files(self.model)
         self.problems = load_problems(config, self.model.tokenizer, context_limit(self.model))
         self.weights = WeightStore(run.store)
         self.buffer = RolloutBuffer(run.store, config.schedule.max_staleness)
-        self.rewards = RewardPool(config.rewards, config.scoring)
         self.timeline = Timeline()
         self.replica_ids = [f"r{index}" for index in range(config.engine.replicas)]
         pool = ReplicaPool(

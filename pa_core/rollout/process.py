@@ -197,3 +197,9 @@ class ReplicaSet:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+if __name__ == "__main__":
+    # python -m pa_core.rollout.process COMMAND …: under the guard, a program that knows nothing of it.
+    watch_parent()
+    sys.exit(subprocess.call(sys.argv[1:]))

@@ -52,6 +52,12 @@ _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "urllib3
 _PASSING_HTTP = (408, 429)
 
 
+def prepare_environment() -> None:
+    """Have MLflow give up on a server that is away within seconds, unless the environment says otherwise."""
+    for name, value in ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
 def absolute_uri(uri: str) -> str:
     """``uri`` with a relative SQLite path made absolute, so that the run can be found from any folder."""
     prefix = "sqlite:///"
@@ -118,8 +124,7 @@ class TrackedRun:
         Raises:
             ConfigError: when the tracking store cannot be reached or used, or the run to resume is not there.
         """
-        for name, value in ENVIRONMENT_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        prepare_environment()
         for name in _CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
         from mlflow import MlflowClient

@@ -97,7 +97,7 @@ def test_a_missing_model_is_named(tiny_model: Path, tmp_path: Path) -> None:
     ("content", "data", "parts"),
     [
         (None, {}, ["data.path", "rows.jsonl"]),
-        ("", {}, ["rows.jsonl", "empty"]),
+        ("", {}, ["rows.jsonl", "has no rows"]),
         ('{"quest": "1+1", "answer": "2"}\n', {}, ["question", "quest"]),
         (json.dumps({"question": "long " * 400, "answer": "2"}) + "\n", {}, ["row 1", "tokens", "sampling.max_tokens"]),
     ],
