@@ -19,10 +19,10 @@ def pa(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PA, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def config(folder: Path, model: Path, **changes: object) -> str:
+def config(folder: Path, tiny_model: Path, changes: dict[str, object]) -> str:
     path = folder / "config.yaml"
     tree = {
-        "model": {"path": str(model)},
+        "model": {"path": str(tiny_model)},
         "data": {"name": "chain_sum", "options": {"size": 50}, "held_out": 0.3},
         "sampling": {"max_tokens": 8},
         "store": {"url": str(folder / "runs")},
@@ -49,7 +49,7 @@ def test_an_unknown_option_is_bad_input() -> None:
 
 
 def test_doctor_finds_model_data_store_and_tracking_in_order(tiny_model: Path, tmp_path: Path) -> None:
-    result = pa("doctor", config(tmp_path, tiny_model), "--json")
+    result = pa("doctor", config(tmp_path, tiny_model, {}), "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.strip().splitlines()[-1])
     status = {check["name"]: check["status"] for check in found["checks"]}
@@ -71,7 +71,7 @@ def test_doctor_finds_model_data_store_and_tracking_in_order(tiny_model: Path, t
 def test_doctor_names_what_is_missing_and_how_to_get_it(
     tiny_model: Path, tmp_path: Path, changes: dict[str, object], name: str, fix: str
 ) -> None:
-    result = pa("doctor", config(tmp_path, tiny_model, **changes), "--json")
+    result = pa("doctor", config(tmp_path, tiny_model, changes), "--json")
     assert result.returncode == 1, result.stdout + result.stderr
     checks = json.loads(result.stdout.strip().splitlines()[-1])["checks"]
     (failed,) = [check for check in checks if check["status"] == "missing"]
