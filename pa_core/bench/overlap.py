@@ -26,7 +26,7 @@ def run(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _train(config: Path, overrides: list[str]) -> RunSummary:
-    return train_alone(prepare_run(load_config(config, overrides), f"overlap-{config.stem}"))
+    return train_alone(prepare_run(load_config(config, overrides), config.stem))
 
 
 def render(result: dict[str, Any]) -> str:
