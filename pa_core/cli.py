@@ -80,12 +80,12 @@ def train(
         raise ConfigError("pa train needs a config file, or --resume RUN_URL")
     from pa_core.loop.launch import train_alone, train_attached
     from pa_core.loop.report import report
-    from pa_core.loop.run import open_run, prepare_run
+    from pa_core.loop.run import open_run, prepare_run, resume_run
 
     if run_url is not None:
         summary = train_attached(open_run(run_url))
     elif resume is not None:
-        summary = train_alone(open_run(resume))
+        summary = train_alone(resume_run(resume))
     else:
         assert config is not None
         summary = train_alone(prepare_run(load_config(config, overrides), config.stem))

@@ -37,6 +37,10 @@ class StoreError(UserError):
     """A store that cannot be read or written, or whose content fails its digest."""
 
 
+class TrainingError(UserError):
+    """Training that cannot go on, such as a gradient that is not finite."""
+
+
 class Stopped(UserError):
     """The run was stopped from outside and can be resumed (exit code 3)."""
 

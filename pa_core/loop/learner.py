@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pa_core.config import OptimizerConfig, TrainConfig
+from pa_core.errors import TrainingError
 from pa_core.model.packing import TrainGroup, train_group
 from pa_core.model.tri_model import TriModel
 from pa_core.objective.advantages import batch_advantages
@@ -116,14 +117,21 @@ class Learner:
             self._sums.add(sums.metrics)
 
     def step(self) -> None:
-        """Normalise the accumulated gradient, clip it and step; without any gradient the weights stay as they are."""
+        """Normalise the accumulated gradient, clip it and step; without any gradient the weights stay as they are.
+
+        Raises:
+            TrainingError: when the gradient is not finite; the weights are untouched.
+        """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, max(self._denominator, 1.0))
-            norm = torch.nn.utils.clip_grad_norm_(
-                self._parameters.values(), self.config.optimizer.max_grad_norm, error_if_nonfinite=True
-            )
-            self._grad_norms.append(float(norm))
+            norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.config.optimizer.max_grad_norm))
+            if not math.isfinite(norm):
+                raise TrainingError(
+                    f"the gradient of version {self.version} has norm {norm}; the version itself is intact in the "
+                    "store. Lower optimizer.learning_rate, or look for a reward with huge values"
+                )
+            self._grad_norms.append(norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._learning_rate()
             self._optimizer.step()
@@ -151,21 +159,24 @@ class Learner:
 
     def metrics(self) -> dict[str, float]:
         """The ``train/`` metrics of the iteration that just ended."""
-        means = self._sums.means()
         advantages = torch.tensor([value for values in self.advantages.values() for value in values])
         metrics = {
             "train/loss": self._loss / max(self._total_denominator, 1.0),
-            "train/entropy": means["entropy"],
-            "train/ratio": means["ratio"],
-            "train/clip_fraction": means["clipped"],
             "train/grad_norm": max(self._grad_norms, default=0.0),
             "train/learning_rate": self._learning_rate(),
             "train/advantage_std": float(advantages.std()) if len(advantages) > 1 else 0.0,
-            "train/logprob_mismatch_mean": means["mismatch"],
-            "train/logprob_mismatch_max": means["mismatch_max"],
         }
-        if self.tri.reference is not None:
-            metrics["train/kl"] = means["kl"]
+        if self._sums.tokens:  # an iteration of zero-variance groups computes nothing, so it has no means
+            means = self._sums.means()
+            metrics |= {
+                "train/entropy": means["entropy"],
+                "train/ratio": means["ratio"],
+                "train/clip_fraction": means["clipped"],
+                "train/logprob_mismatch_mean": means["mismatch"],
+                "train/logprob_mismatch_max": means["mismatch_max"],
+            }
+            if self.tri.reference is not None:
+                metrics["train/kl"] = means["kl"]
         return metrics
 
     def optimizer_tensors(self) -> dict[str, Tensor]:

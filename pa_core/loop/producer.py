@@ -65,7 +65,7 @@ class Producer:
         """Start the thread and wait until the replicas serve. Raises :class:`EngineError` past ``timeout_s``."""
         self._thread.start()
         try:
-            self._submit(self._pool.start()).result(timeout_s)
+            self._submit(self._pool.start()).result(timeout_s + 10)  # the pool's own deadline says more
         except TimeoutError:
             raise EngineError(
                 f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}; see their logs"

@@ -18,6 +18,7 @@ from pa_core.errors import Stopped
 from pa_core.loop.evaluation import Accuracy
 from pa_core.loop.iteration import sample_rows
 from pa_core.loop.progress import ProgressState, write_progress
+from pa_core.loop.run import SUMMARY_KEY
 from pa_core.loop.services import Services
 from pa_core.records import Group
 from pa_core.tracking.chrome import Window, chrome_trace
@@ -192,7 +193,7 @@ class Recorder:
             eval_after=self._accuracies[versions[-1]] if versions and versions[-1] > 0 else None,
             weights_sha256=weights_sha256,
         )
-        self._run.store.publish("summary.json", summary.model_dump_json(indent=2).encode(), exclusive=False)
+        self._run.store.publish(SUMMARY_KEY, summary.model_dump_json(indent=2).encode(), exclusive=False)
         self._mlflow.log_dict(summary.model_dump(mode="json"), "summary.json")
         self._pictures()
         if self._config.tracking.log_model:

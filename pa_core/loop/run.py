@@ -16,6 +16,7 @@ from pa_core.errors import ConfigError, StoreError
 from pa_core.store.objects import ObjectStore
 
 RUN_KEY = "run.json"
+SUMMARY_KEY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,16 @@ def open_run(url: str) -> Run:
         raise StoreError(f"no run at {url}: {RUN_KEY} is missing")
     record = json.loads(store.read(RUN_KEY))
     return Run(url, record["name"], parse_config(record["config"]), store)
+
+
+def resume_run(url: str) -> Run:
+    """Open a run that is to go on.
+
+    Raises:
+        StoreError: when there is none at ``url``.
+        ConfigError: when it is finished.
+    """
+    run = open_run(url)
+    if run.store.exists(SUMMARY_KEY):
+        raise ConfigError(f"{run.url} is finished, all {run.config.iterations} iterations of it; start a new run")
+    return run

@@ -77,7 +77,8 @@ class Trainer:
         first, end = self.learner.version, self.config.iterations
         if first == 0:
             self._evaluate()
-        self._begin(first)
+        if first < end:
+            self._begin(first)
         for t in range(first, end):
             groups = self._consume(t)
             with self.signals.uninterrupted():

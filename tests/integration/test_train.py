@@ -98,6 +98,7 @@ def test_the_summary_says_what_the_run_did(finished: tuple[Path, dict[str, Any]]
 
 
 def test_every_trained_token_was_sampled_by_its_iterations_version(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Invariant 1: one policy."""
     folder, _ = finished
     for version in range(3):
         rows = pq.read_table(folder / f"runs/run/rollouts/v{version:06d}.parquet").to_pylist()
@@ -108,6 +109,7 @@ def test_every_trained_token_was_sampled_by_its_iterations_version(finished: tup
 
 
 def test_the_ledger_has_every_group_of_every_iteration_once(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Invariant 3: exactly once."""
     folder, _ = finished
     ledger = Ledger(ObjectStore.open(str(folder / "runs/run")))
     consumed = []
@@ -181,6 +183,13 @@ def test_eval_measures_a_published_version_again(finished: tuple[Path, dict[str,
     found = last_json(result.stdout)
     assert found["version"] == 3
     assert found["accuracy"] == pytest.approx(summary["eval_after"])
+
+
+def test_a_finished_run_is_not_resumed(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = finished
+    result = pa("train", "--resume", folder / "runs/run")
+    assert result.returncode == 2
+    assert "is finished" in result.stderr
 
 
 def test_eval_of_a_version_that_is_gone_says_so(finished: tuple[Path, dict[str, Any]]) -> None:
