@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect import State
 from prefect.exceptions import TerminationSignal
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
 from flows import services, tracking, watch
@@ -74,9 +74,11 @@ def run_flow(config: TrainConfig, name: str) -> State[Any]:
 def opening_command(tracking_uri: str) -> str:
     """The command after which the links of the report work."""
     uri = absolute_uri(tracking_uri)
+    ports = {"PREFECT_PORT": services.port("PREFECT_PORT", 4200), "MLFLOW_PORT": services.port("MLFLOW_PORT", 5000)}
+    chosen = "".join(f" {name}={value}" for name, value in ports.items() if value not in (4200, 5000))
     if not uri.startswith("sqlite:") or uri == absolute_uri("sqlite:///mlflow.db"):
-        return "make up"
-    return f"make up   (this run's MLflow pages: mlflow ui --backend-store-uri {uri})"
+        return f"make up{chosen}"
+    return f"make up{chosen}   (this run's MLflow pages: mlflow ui --backend-store-uri {uri})"
 
 
 def closing_report(state: State[Any], summary: dict[str, Any], config: TrainConfig) -> str:
@@ -85,7 +87,6 @@ def closing_report(state: State[Any], summary: dict[str, Any], config: TrainConf
     def number(key: str, form: str = ".3f") -> str:
         return "not measured" if summary.get(key) is None else format(summary[key], form)
 
-    prefect = PREFECT_UI_URL.value() or services.prefect_address()
     lines = [
         f"run                 {summary['run_id']}   ({summary['run_url']})",
         f"reward              {number('reward_first')} → {number('reward_last')}   (mean, first → last iteration)",
@@ -100,7 +101,7 @@ def closing_report(state: State[Any], summary: dict[str, Any], config: TrainConf
     ]
     if summary["mlflow_run_id"]:
         lines.append(f"  MLflow            {tracking.run_page(config.tracking.uri, summary['mlflow_run_id'])}")
-    lines.append(f"  Prefect           {prefect}/runs/flow-run/{state.state_details.flow_run_id}")
+    lines.append(f"  Prefect           {services.flow_run_page(str(state.state_details.flow_run_id))}")
     return "\n".join(lines)
 
 

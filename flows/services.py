@@ -21,12 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from prefect.settings import PREFECT_UI_URL
 from rich.console import Console
 
 from pa_core.errors import EngineError, UserError
 from pa_core.rollout.process import spawn
 
 STATE = Path(".services")
+TEMPORARY_VARIABLE = "PA_TEMPORARY_PREFECT"
+"""Set while the Prefect server is one that ends with this process."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
 HOST = "127.0.0.1"
@@ -61,6 +64,16 @@ def port(variable: str, default: int) -> int:
 def prefect_address() -> str:
     """Where the local Prefect pages are, or will be."""
     return f"http://{HOST}:{port('PREFECT_PORT', 4200)}"
+
+
+def flow_run_page(flow_run_id: str) -> str:
+    """The flow run's page on the server of the settings, or on the one that ``make up`` starts.
+
+    A temporary server of one foreground run is no address: its pages are gone with it.
+    """
+    temporary = os.environ.get(TEMPORARY_VARIABLE) is not None
+    configured = None if temporary else PREFECT_UI_URL.value()
+    return f"{configured or prefect_address()}/runs/flow-run/{flow_run_id}"
 
 
 def mlflow_address() -> str:
@@ -166,8 +179,10 @@ def temporary_prefect() -> Iterator[str]:
     try:
         service = Service("prefect", process.pid, psutil.Process(process.pid).create_time(), address)
         _await(service, lambda: _get(f"{address}/api/health") is not None, console)
+        os.environ[TEMPORARY_VARIABLE] = address
         yield f"{address}/api"
     finally:
+        os.environ.pop(TEMPORARY_VARIABLE, None)
         process.stop(5.0)
 
 

@@ -13,6 +13,7 @@ from prefect.artifacts import create_link_artifact, create_progress_artifact, up
 
 from flows import tracking
 from flows.children import LogReader
+from flows.services import flow_run_page
 from pa_core.loop.progress import ProgressState, read_progress
 from pa_core.loop.run import Run
 from pa_core.rollout.process import ChildProcess
@@ -83,7 +84,7 @@ class TrainerWatch:
 
     def _link(self, run_id: str) -> None:
         uri = self._run.config.tracking.uri
-        tracking.tag_flow_run(uri, run_id, str(runtime.flow_run.id), str(runtime.flow_run.ui_url))
+        tracking.tag_flow_run(uri, run_id, str(runtime.flow_run.id), flow_run_page(str(runtime.flow_run.id)))
         create_link_artifact(
             tracking.run_page(uri, run_id),
             link_text=f"MLflow: {self._run.name}",

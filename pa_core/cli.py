@@ -78,9 +78,9 @@ def train(
     """
     if sum(given is not None for given in (config, resume, run_url)) != 1:
         raise ConfigError("pa train needs a config file, or --resume RUN_URL")
-    from pa_core.loop.launch import train_alone, train_attached
+    from pa_core.loop.launch import train_alone, train_attached, train_new
     from pa_core.loop.report import report
-    from pa_core.loop.run import open_run, prepare_run, resume_run
+    from pa_core.loop.run import open_run, resume_run
 
     if run_url is not None:
         summary = train_attached(open_run(run_url))
@@ -88,7 +88,7 @@ def train(
         summary = train_alone(resume_run(resume))
     else:
         assert config is not None
-        summary = train_alone(prepare_run(load_config(config, overrides), config.stem))
+        summary = train_new(load_config(config, overrides), config.stem)
     _emit(summary.model_dump(mode="json"), as_json, report(summary))
 
 

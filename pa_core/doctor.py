@@ -114,7 +114,10 @@ def _probe_data(config: TrainConfig) -> str:
 
     model = load_policy(config.model)
     problems = load_problems(config, model.tokenizer, context_limit(model))
-    return f"{config.model.path}: {len(problems.train)} training and {len(problems.held_out)} held-out problems"
+    return (
+        f"{config.model.path}: {len(problems.train)} training and {len(problems.held_out)} held-out problems, "
+        f"the distinct ones of {problems.rows} rows"
+    )
 
 
 def render(checks: list[Check]) -> str:

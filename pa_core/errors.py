@@ -26,7 +26,13 @@ class ModelError(UserError):
 
 
 class RewardError(UserError):
-    """A reward that cannot be loaded, or that leaves too many samples unscored."""
+    """A reward that leaves too many samples unscored, or workers that do not answer."""
+
+
+class RewardSetupError(RewardError):
+    """A reward that cannot be found or loaded (exit code 2)."""
+
+    exit_code = 2
 
 
 class EngineError(UserError):

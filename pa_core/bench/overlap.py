@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_core.config import load_config
-from pa_core.loop.launch import train_alone
-from pa_core.loop.run import prepare_run
+from pa_core.loop.launch import train_new
 from pa_core.tracking.summary import RunSummary
 
 
@@ -26,7 +25,7 @@ def run(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _train(config: Path, overrides: list[str]) -> RunSummary:
-    return train_alone(prepare_run(load_config(config, overrides), config.stem))
+    return train_new(load_config(config, overrides), config.stem)
 
 
 def render(result: dict[str, Any]) -> str:

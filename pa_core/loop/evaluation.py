@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_core.config import TrainConfig, apply_override, load_config, parse_config
-from pa_core.errors import DataError, RewardError, StoreError
+from pa_core.errors import ConfigError, DataError, RewardError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run, open_run, prepare_run
 from pa_core.loop.signals import StopSignals
@@ -96,5 +96,5 @@ def _find(target: str, overrides: list[str], version: int | None) -> tuple[Run, 
     weights = WeightStore(run.store)
     chosen = weights.latest() if version is None else version
     if chosen is None or weights.manifest(chosen) is None:
-        raise StoreError(f"{run.url}: version {chosen} is not published (latest: {weights.latest()})")
+        raise ConfigError(f"{run.url}: version {chosen} is not published (latest: {weights.latest()})")
     return run, chosen

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pa_core.config import TrainConfig, parse_config
-from pa_core.errors import ConfigError, StoreError
+from pa_core.errors import ConfigError
 from pa_core.store.objects import ObjectStore
 
 RUN_KEY = "run.json"
 SUMMARY_KEY = "summary.json"
+TRAINER_KEY = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,12 @@ def prepare_run(config: TrainConfig, name_hint: str = "run") -> Run:
 
 
 def open_run(url: str) -> Run:
-    """Open a prepared run. Raises :class:`StoreError` when there is none at ``url``."""
+    """Open a prepared run. Raises :class:`ConfigError` when there is none at ``url``."""
     if "://" not in url:
         url = str(Path(url).expanduser().resolve())
     store = ObjectStore.open(url)
     if not store.exists(RUN_KEY):
-        raise StoreError(f"no run at {url}: {RUN_KEY} is missing")
+        raise ConfigError(f"there is no run at {url}: {RUN_KEY} is missing")
     record = json.loads(store.read(RUN_KEY))
     return Run(url, record["name"], parse_config(record["config"]), store)
 
@@ -91,10 +97,45 @@ def resume_run(url: str) -> Run:
     """Open a run that is to go on.
 
     Raises:
-        StoreError: when there is none at ``url``.
-        ConfigError: when it is finished.
+        ConfigError: when there is none at ``url``, or it is finished.
     """
     run = open_run(url)
     if run.store.exists(SUMMARY_KEY):
         raise ConfigError(f"{run.url} is finished, all {run.config.iterations} iterations of it; start a new run")
     return run
+
+
+@contextmanager
+def sole_trainer(run: Run) -> Iterator[None]:
+    """Be the only process that trains ``run``; two would publish different weights under one version.
+
+    ``trainer.json`` says who trains. One that a crash left behind is taken over where its process can be seen to be
+    gone, which is on its own host only.
+
+    Raises:
+        ConfigError: when another process trains the run, or may.
+    """
+    me = psutil.Process()
+    mine = json.dumps({"host": platform.node(), "pid": me.pid, "started": me.create_time()}).encode()
+    try:
+        run.store.publish(TRAINER_KEY, mine)
+    except FileExistsError:
+        other = json.loads(run.store.read(TRAINER_KEY))
+        if other["host"] != platform.node() or _runs(other["pid"], other["started"]):
+            raise ConfigError(
+                f"{run.url} is being trained by process {other['pid']} on {other['host']}; wait for it or stop it. "
+                f"If that host is gone for good, remove {TRAINER_KEY} from the run's folder"
+            ) from None
+        run.store.publish(TRAINER_KEY, mine, exclusive=False)
+    try:
+        yield
+    finally:
+        run.store.delete(TRAINER_KEY)
+
+
+def _runs(pid: int, started: float) -> bool:
+    """Whether the process still lives and is not a later one of the same number."""
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1
+    except psutil.NoSuchProcess:
+        return False

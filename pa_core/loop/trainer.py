@@ -69,9 +69,9 @@ class Trainer:
                 self._publish()
                 self.services.producer.start(self.config.engine.startup_timeout_s)
                 return self._train()
-            except Stopped:
+            except Stopped as stop:
                 self._save_on_stop()
-                raise
+                raise Stopped(f"{stop}; go on with: pa train --resume {self.services.run.url}") from None
 
     def _train(self) -> RunSummary:
         first, end = self.learner.version, self.config.iterations

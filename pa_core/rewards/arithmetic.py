@@ -35,7 +35,7 @@ def equation(response: str, answer: str, *, metadata: Mapping[str, Any]) -> floa
 
 
 def restates(response: str, answer: str, *, metadata: Mapping[str, Any]) -> float:
-    """1 when the response begins with ``expression =``; else 0."""
+    """1 when the response begins by restating the problem as ``expression =``, whatever follows; else 0."""
     return float(_behind_equals(response, metadata) is not None)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from pa_core.config import RewardConfig, ScoringConfig
-from pa_core.errors import RewardError
+from pa_core.errors import RewardError, RewardSetupError
 from pa_core.records import Group, Sample
 from pa_core.rewards import worker
 from pa_core.rewards.registry import reward_target
@@ -46,7 +46,7 @@ class RewardPool:
     """
 
     def __init__(self, rewards: Sequence[RewardConfig], scoring: ScoringConfig) -> None:
-        """Raises :class:`RewardError` for a reward that does not exist; functions are loaded by :meth:`start`."""
+        """Raises :class:`RewardSetupError` for a reward that does not exist; functions are loaded by :meth:`start`."""
         for config in rewards:
             reward_target(config)
         self._rewards = list(rewards)
@@ -73,7 +73,7 @@ class RewardPool:
             errors = [f"a reward worker died while it loaded {self._names()}; see its output above"]
         if errors:
             self.close()
-            raise RewardError("\n".join(errors))
+            raise RewardSetupError("\n".join(errors))
 
     def _names(self) -> str:
         return ", ".join(config.name for config in self._rewards)

@@ -78,6 +78,18 @@ def test_a_wrong_type_names_key_and_value(tiny_model: Path, tmp_path: Path) -> N
     expect(run(tmp_path, tree_for(tiny_model, tmp_path) | {"group_size": "eight"}), 2, "group_size", "'eight'")
 
 
+def test_bad_input_leaves_no_run_behind(tiny_model: Path, tmp_path: Path) -> None:
+    expect(run(tmp_path, tree_for(tiny_model, tmp_path) | {"data": {"path": "nowhere.jsonl"}}), 2, "nowhere.jsonl")
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_run_that_does_not_exist_is_bad_input(tmp_path: Path) -> None:
+    command = [*PA, "train", "--resume", str(tmp_path / "nope")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "there is no run at" in result.stderr
+
+
 def test_group_size_one_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     expect(run(tmp_path, tree_for(tiny_model, tmp_path) | {"group_size": 1}), 2, "group_size=1", "raise group_size")
 
@@ -132,7 +144,7 @@ def test_a_reward_that_fails_stops_the_run_by_name(
 
 def test_a_reward_that_is_not_there_is_named(tiny_model: Path, tmp_path: Path) -> None:
     tree = tree_for(tiny_model, tmp_path) | {"rewards": [{"name": "exactt"}]}
-    expect(run(tmp_path, tree), 1, "exactt", "did you mean 'exact'?")
+    expect(run(tmp_path, tree), 2, "exactt", "did you mean 'exact'?")
 
 
 def test_a_replica_that_dies_at_start_is_named_with_its_end(tiny_model: Path, tmp_path: Path) -> None:

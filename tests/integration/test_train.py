@@ -195,7 +195,7 @@ def test_a_finished_run_is_not_resumed(finished: tuple[Path, dict[str, Any]]) ->
 def test_eval_of_a_version_that_is_gone_says_so(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
     result = pa("eval", folder / "runs/run", "--version", "1")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "version 1 is not published (latest: 3)" in result.stderr
 
 
@@ -278,6 +278,7 @@ def test_a_stopped_run_is_resumable_and_goes_on_without_repeating_a_group(
     output, _ = process.communicate(timeout=25)
     assert process.returncode == 3, (folder / "err").read_text()[-3000:]
     assert number.name in last_json(output)["error"]
+    assert f"pa train --resume {folder / 'runs/run'}" in last_json(output)["error"]
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert run_status(folder) == "KILLED"
     if number is signal.SIGINT:
@@ -299,6 +300,14 @@ def test_a_stopped_run_is_resumable_and_goes_on_without_repeating_a_group(
     if stored:
         rows = pq.read_table(folder / f"runs/run/rollouts/v{stopped_at:06d}.parquet").to_pylist()
         assert set(stored) <= {row["group_id"] for row in rows}
+
+
+def test_a_run_that_is_being_trained_is_not_trained_twice(endless: tuple[subprocess.Popen[str], Path]) -> None:
+    process, folder = endless
+    result = pa("train", "--resume", folder / "runs/run")
+    assert result.returncode == 2
+    assert f"is being trained by process {process.pid}" in result.stderr
+    assert process.poll() is None
 
 
 def test_a_killed_trainer_leaves_no_process_behind(endless: tuple[subprocess.Popen[str], Path]) -> None:
