@@ -7,6 +7,7 @@ Ports: ``PREFECT_PORT`` (4200) and ``MLFLOW_PORT`` (5000).
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -176,6 +177,8 @@ def temporary_prefect() -> Iterator[str]:
     server = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", address.rpartition(":")[2])
     guarded = (sys.executable, "-m", "pa_core.rollout.process", *server)
     process = spawn(guarded, _log("prefect"), _environment() | {"PREFECT_API_URL": f"{address}/api"})
+    # At exit, and registered first, hence after Prefect has sent its last events and logs: it would wait for a server.
+    atexit.register(process.stop, 5.0)
     try:
         service = Service("prefect", process.pid, psutil.Process(process.pid).create_time(), address)
         _await(service, lambda: _get(f"{address}/api/health") is not None, console)
@@ -183,7 +186,6 @@ def temporary_prefect() -> Iterator[str]:
         yield f"{address}/api"
     finally:
         os.environ.pop(TEMPORARY_VARIABLE, None)
-        process.stop(5.0)
 
 
 def _deployments_ready(since: float) -> Callable[[], bool]:

@@ -62,7 +62,14 @@ class Prefect:
     def submit(self, deployment: str, config: dict[str, Any] | None = None) -> httpx.Response:
         found = self.api.get(f"/deployments/name/train/{deployment}").json()
         parameters = {} if config is None else {"config": config}
-        return self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
+
+        def answer() -> httpx.Response | None:
+            reply = self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
+            # SQLite is locked for a moment now and then; Prefect's own client tries again on 5xx as well.
+            return None if reply.status_code >= 500 else reply
+
+        accepted: httpx.Response = wait_for(f"an answer for deployment {deployment}", answer, 60)
+        return accepted
 
     def state(self, flow_run_id: str) -> dict[str, Any]:
         return dict(self.api.get(f"/flow_runs/{flow_run_id}").json()["state"])
