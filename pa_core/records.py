@@ -45,6 +45,9 @@ class Sample:
         reward: weighted total, or None when the sample is unscored.
         rewards: each component by name; an unscored component is absent.
         unscored: why there is no score: ``error``, ``timeout``, ``none``, ``nan``, with the reward's name.
+        routed_experts: experts that each token but the last took, i32[Lp + L - 1, layers, experts per token], from
+            engines that report them.
+        sampling_mask: per response token the ids that sampling could choose from, from engines that report them.
     """
 
     token_ids: NDArray[np.int32]
@@ -56,6 +59,8 @@ class Sample:
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     unscored: str | None = None
+    routed_experts: NDArray[np.int32] | None = None
+    sampling_mask: tuple[NDArray[np.int32], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

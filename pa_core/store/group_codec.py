@@ -28,6 +28,8 @@ reward               double, null                     weighted total; null when 
 rewards              map<string, double>              components by name
 unscored             string, null                     why there is no reward
 advantage            double, null                     group advantage used in training; null when the sample had none
+routed_experts       list<list<list<int32>>>, null    experts of each token but the last, by layer; null unless reported
+sampling_mask        list<list<int32>>, null          ids each token could be chosen from; null unless reported
 ==================== ================================ ===============================================================
 """
 
@@ -70,6 +72,8 @@ SCHEMA = pa.schema(
         ("rewards", pa.map_(pa.string(), pa.float64())),
         ("unscored", pa.string()),
         ("advantage", pa.float64()),
+        ("routed_experts", pa.list_(pa.list_(pa.list_(pa.int32())))),
+        ("sampling_mask", pa.list_(pa.list_(pa.int32()))),
     ],
     metadata={SCHEMA_KEY: str(SCHEMA_VERSION).encode()},
 )
@@ -119,6 +123,8 @@ def _row(group: Group, number: int, advantage: float | None) -> dict[str, Any]:
         "rewards": list(sample.rewards.items()),
         "unscored": sample.unscored,
         "advantage": advantage,
+        "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
+        "sampling_mask": None if sample.sampling_mask is None else [ids.tolist() for ids in sample.sampling_mask],
     }
 
 
@@ -151,6 +157,9 @@ def _group(row: Mapping[str, Any]) -> Group:
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
+    # Columns that were added later are absent from older files.
+    experts = row["routed_experts"].as_py() if "routed_experts" in row else None
+    mask = row["sampling_mask"].as_py() if "sampling_mask" in row else None
     return Sample(
         token_ids=_numbers(row["token_ids"]),
         logprobs=_numbers(row["logprobs"]),
@@ -161,6 +170,8 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         reward=row["reward"].as_py(),
         rewards=dict(row["rewards"].as_py()),
         unscored=row["unscored"].as_py(),
+        routed_experts=None if experts is None else np.asarray(experts, dtype=np.int32),
+        sampling_mask=None if mask is None else tuple(np.asarray(ids, dtype=np.int32) for ids in mask),
     )
 
 

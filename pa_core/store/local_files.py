@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from pa_core.store.fsspec_files import Chunks, FsspecFiles
+
 TEMPORARY_SUFFIX = ".pa-tmp"
+
+
+class LocalFiles(FsspecFiles):
+    """Objects that are plain files of a local file system."""
+
+    def put(self, path: str, chunks: Chunks, *, exclusive: bool, durable: bool) -> None:
+        """Make an object visible by :func:`write_atomically`."""
+        with self._taken_key(path, exclusive):
+            write_atomically(Path(path), chunks, exclusive=exclusive, durable=durable)
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a folder with everything in it. Nothing there is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            if Path(path).is_dir():
+                shutil.rmtree(path)
+            else:
+                Path(path).unlink()
+
+    def find(self, path: str, *, unfinished: bool) -> list[str]:
+        """Paths of all files at and below ``path``; ``unfinished``: also of temporary ones, at work or dead."""
+        return [name for name in super().find(path, unfinished=unfinished) if unfinished or not is_temporary(name)]
 
 
 def is_temporary(name: str) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -187,28 +188,43 @@ def tensor_table(names: Sequence[str], shards: Sequence[Shard], tied: Mapping[st
 
 @contextlib.contextmanager
 def verified_files(store: ObjectStore, folder: str, files: Sequence[StoredFile]) -> Iterator[list[Path]]:
-    """Local paths of files whose size and sha256 all agree. Raises :class:`StoreError` that names the bad one."""
-    with contextlib.ExitStack() as copies, ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as threads:
-        paths = [copies.enter_context(store.local_copy(f"{folder}/{file.name}")) for file in files]
-        for problem in threads.map(_problem, paths, files):
+    """Local paths of files whose size and sha256 all agree: the files themselves on a local store, else downloads.
+
+    Downloads are hashed on their way and removed in the end.
+
+    Raises:
+        StoreError: names the bad file.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="pa-download-") as scratch,
+        ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as threads,
+    ):
+        found = threads.map(lambda file: _obtain(store, f"{folder}/{file.name}", Path(scratch) / file.name), files)
+        paths = []
+        for expected, (path, size, digest) in zip(files, found, strict=True):
+            problem = None
+            if size != expected.size:
+                problem = f"has {size} bytes where its manifest says {expected.size}"
+            elif digest != expected.sha256:
+                problem = "does not have the sha256 that its manifest says"
             if problem is not None:
-                raise StoreError(f"store {store.url}: {folder}/{problem}; remove {folder} and publish it again")
+                raise StoreError(
+                    f"store {store.url}: {folder}/{expected.name} {problem}; remove {folder} and publish it again"
+                )
+            paths.append(path)
         yield paths
 
 
-def _problem(path: Path, expected: StoredFile) -> str | None:
-    """What is wrong with a file, or None."""
+def _obtain(store: ObjectStore, key: str, target: Path) -> tuple[Path, int, str]:
+    """A local path with an object's content, its size and its sha256."""
+    path = store.local_path(key)
+    if path is None:
+        return target, *store.download(key, target)
     try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{expected.name} has {size} bytes where its manifest says {expected.size}"
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return path, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"{expected.name} cannot be read: {error.strerror}"
-    if digest != expected.sha256:
-        return f"{expected.name} does not have the sha256 that its manifest says"
-    return None
+        raise StoreError(f"store {store.url}: {key} cannot be read: {error.strerror}") from error
 
 
 def read_shard(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

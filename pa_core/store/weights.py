@@ -11,12 +11,14 @@ the disk would have seen them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -208,10 +210,16 @@ class WeightStore:
         with verified_files(self._store, version_name(version), [listed[name]]) as (path,):
             return path.read_bytes()
 
-    def shards(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors file by file, each under its stored name, once every file of the version is verified."""
+    @contextlib.contextmanager
+    def verified(self, version: int) -> Iterator[tuple[Manifest, list[Path]]]:
+        """A version's manifest and local paths of its tensor files, once the digests of all of them agree."""
         manifest = self.require(version)
         with verified_files(self._store, version_name(version), manifest.shards) as paths:
+            yield manifest, paths
+
+    def shards(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors file by file, each under its stored name, once every file of the version is verified."""
+        with self.verified(version) as (_, paths):
             for path in paths:
                 yield dict(read_shard(path))
 
@@ -230,9 +238,10 @@ class WeightStore:
         Raises:
             StoreError: the version is missing or damaged, or does not fit ``targets``.
         """
-        manifest = self.require(version)
-        places = _match(manifest, targets.state_dict() if isinstance(targets, torch.nn.Module) else targets)
-        with verified_files(self._store, version_name(version), manifest.shards) as paths, torch.no_grad():
+        places = _match(
+            self.require(version), targets.state_dict() if isinstance(targets, torch.nn.Module) else targets
+        )
+        with self.verified(version) as (manifest, paths), torch.no_grad():
             for path in paths:
                 for name, tensor in read_shard(path):
                     for target in places[name]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,18 @@ from pa_core.records import Group, Prompt, Sample
 from pa_core.store.objects import ObjectStore
 
 
-@pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+@pytest.fixture(params=["file", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     """An empty store on each protocol that every room is tested on."""
-    url = f"file://{tmp_path}/run" if request.param == "file" else f"memory://test-{uuid.uuid4().hex}/run"
-    return ObjectStore.open(url)
+    if request.param == "s3":
+        server = request.getfixturevalue("moto_s3")
+        with server.activated():
+            yield ObjectStore.open(server.url(f"test-{uuid.uuid4().hex}/run"))
+        assert server.unfinished() == []
+    else:
+        yield ObjectStore.open(
+            f"file://{tmp_path}/run" if request.param == "file" else f"memory://test-{uuid.uuid4().hex}/run"
+        )
 
 
 @pytest.fixture
@@ -41,6 +48,8 @@ def make_group() -> Callable[..., Group]:
                 text="it is 7",
                 reward=1.0,
                 rewards={"exact": 1.0},
+                routed_experts=np.arange(5 * 2 * 2, dtype=np.int32).reshape(5, 2, 2),
+                sampling_mask=(np.array([9, 4], np.int32), np.array([8], np.int32), np.array([7, 1, 2], np.int32)),
             ),
             Sample(
                 token_ids=np.array([5], dtype=np.int32),

@@ -32,6 +32,8 @@ def test_a_store_below_a_regular_file_is_refused_with_the_fix(tmp_path: Path) ->
 
 
 def test_a_parent_that_is_an_object_is_a_store_error_not_a_taken_key(store: ObjectStore) -> None:
+    if store.url.startswith("s3:"):
+        pytest.skip("S3 has no folders, so nothing stands in the way of a/b")
     store.publish("a", b"x")
     with pytest.raises(StoreError, match="cannot write 'a/b'"):
         store.publish("a/b", b"x")
