@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pa_core.errors import EngineError
+from pa_core.errors import EngineError, StoreError
 from pa_core.loop.run import Run
 from pa_core.rollout.process import ChildProcess, ReplicaSet, spawn, stop_all
 from pa_core.rollout.protocol import API_KEY_VARIABLE
@@ -54,13 +54,31 @@ class Children:
         return self.trainer
 
     def replica_error(self) -> EngineError | None:
-        """What to tell when no replica is left, or None while one runs."""
+        """What to tell when every replica is given up, or None while one runs or will be started again."""
         processes = self.replicas.processes
-        if self.stopping.is_set() or any(process.poll() is None for process in processes.values()):
+        if self.stopping.is_set() or not processes or any(processes.may_return(id_) for id_ in processes):
             return None
-        return EngineError(
-            "no replica is left:\n" + "\n".join(epitaph(f"replica {id_}", processes[id_]) for id_ in processes)
-        )
+        if self.run.config.engine.urls or self._others_serve():
+            return None
+        ends = "\n".join(f"replica {id_} {self.replica_end(id_)}" for id_ in processes)
+        return EngineError(f"no replica is left:\n{ends}")
+
+    def _others_serve(self) -> bool:
+        """Whether a replica that somebody else started has a heartbeat."""
+        timeout_s = self.run.config.engine.heartbeat_timeout_s
+        try:
+            records = self.replicas.registry.look(())
+        except StoreError:
+            return True  # nobody knows; the trainer will say if none is left
+        mine = set(self.replicas.ids)
+        return any(record and id_ not in mine and record.age() < timeout_s for id_, record in records.items())
+
+    def replica_end(self, replica: str) -> str | None:
+        """How a replica ended that is not started again, or None while it runs or will be started again."""
+        if replica in self.replicas.processes.left:
+            return "was asked to stop, and left"
+        cause = self.replicas.processes.given_up.get(replica)
+        return None if cause is None else f"died {cause}"
 
     def stop_trainer(self) -> None:
         """End the trainer, which has nothing left to work with."""

@@ -18,6 +18,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import artifacts, tracking
 from flows.children import Children, epitaph
+from flows.replica_watch import ReplicaTable, ReplicaWatch
 from flows.watch import TrainerWatch
 from pa_core.config import TrainConfig
 from pa_core.errors import UserError
@@ -47,14 +48,15 @@ def failed(message: str, exit_code: int) -> State[Any]:
 
 @task(name="replica", task_run_name="replica {replica}", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
 def watch_replica(children: Children, replica: str) -> State[Any]:
-    """Live as long as the replica's process does: Failed when it died by itself, Completed when it was stopped."""
-    process = children.replicas.processes[replica]
-    get_run_logger().info("process %d, log %s", process.pid, process.log_path)
-    while process.poll() is None:
+    """Follow a replica through its restarts: Failed when it is given up, Completed when it was stopped."""
+    watch = ReplicaWatch(children.replicas, replica, get_run_logger())
+    while not children.stopping.is_set():
+        watch.look()
+        if (end := children.replica_end(replica)) is not None:
+            given_up = replica in children.replicas.processes.given_up
+            return Failed(message=f"replica {replica} {end}") if given_up else Completed(message=end)
         children.stopping.wait(POLL_S)
-    if children.stopping.is_set():
-        return Completed(message="stopped with the run")
-    return Failed(message=epitaph(f"replica {replica}", process))
+    return Completed(message="stopped with the run")
 
 
 @task(name="trainer", task_run_name="trainer", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
@@ -62,9 +64,11 @@ def run_trainer(children: Children) -> State[Any]:
     """Start the trainer and follow it to its end. Called in the main thread, where a cancellation arrives."""
     process = children.start_trainer()
     watch = TrainerWatch(children.run, process, get_run_logger())
+    table = ReplicaTable(children.replicas, get_run_logger())
     while process.poll() is None:
         children.stopping.wait(POLL_S)
         watch.look()
+        table.look()
         if (error := children.replica_error()) is not None:
             children.stop_trainer()
             return Failed(message=str(error))

@@ -109,11 +109,11 @@ def _probe_tracking(uri: str) -> str:
 
 
 def _probe_data(config: TrainConfig) -> str:
-    from pa_core.loop.services import context_limit, load_problems
+    from pa_core.loop.services import load_problems, usable_context
     from pa_core.model.loading import load_policy
 
     model = load_policy(config.model)
-    problems = load_problems(config, model.tokenizer, context_limit(model))
+    problems = load_problems(config, model.tokenizer, usable_context(config, model))
     return (
         f"{config.model.path}: {len(problems.train)} training and {len(problems.held_out)} held-out problems, "
         f"the distinct ones of {problems.rows} rows"

@@ -8,9 +8,10 @@ group is put into the buffer the moment it is scored, whatever the others do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +21,14 @@ from pa_core.config import SamplingConfig
 from pa_core.errors import EngineError
 from pa_core.records import Group, Prompt, Sample
 from pa_core.rewards.pool import RewardPool
+from pa_core.rollout.gate import LoadAck
+from pa_core.rollout.lengths import LengthHistory
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse
 from pa_core.store.rollouts import RolloutBuffer
 from pa_core.tracking.timeline import SCORE, Timeline
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,6 +37,10 @@ class Producer:
     """Runs generation and scoring behind the trainer's back; its failures reach the trainer through the buffer.
 
     Data flows one way: :meth:`begin` takes prompts, groups leave through ``buffer``.
+
+    Args:
+        stop_token_ids: tokens that end a response.
+        longest_first: send the prompts of an iteration in the order of decreasing expected length.
     """
 
     def __init__(
@@ -42,6 +51,8 @@ class Producer:
         timeline: Timeline,
         decode: Callable[[NDArray[np.int32]], str],
         seed: int,
+        stop_token_ids: tuple[int, ...] = (),
+        longest_first: bool = True,
     ) -> None:
         self._pool = pool
         self._rewards = rewards
@@ -49,32 +60,66 @@ class Producer:
         self._timeline = timeline
         self._decode = decode
         self._seed = seed
+        self._stop_token_ids = stop_token_ids
+        self._lengths = LengthHistory() if longest_first else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="producer", daemon=True)
         self._iteration: Future[None] | None = None
+        self._closing = False
+        self._failure: Future[Any] = Future()
         self.in_flight = 0
+        pool.on_failure = self._fail
+        pool.on_late_load = self._note_load
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except BaseException as error:
+            self._fail(error)
+        if not self._closing:
+            self._fail(EngineError("the producer's event loop stopped, so nothing is generated any more"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the trainer stop: whatever it waits for, the next group or :meth:`evaluate`, raises ``error``."""
+        self._buffer.fail(error)
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise EngineError("the producer's thread has ended") from self._cause()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _cause(self) -> BaseException | None:
+        return self._failure.exception() if self._failure.done() else None
+
+    def _result(self, job: Future[T], timeout_s: float) -> T:
+        """The job's result; raises TimeoutError, or at once what the producer as a whole failed with."""
+        wait((job, self._failure), timeout_s, FIRST_COMPLETED)
+        if not job.done() and (cause := self._cause()) is not None:
+            job.cancel()
+            raise cause
+        return job.result(0)
 
     def start(self, timeout_s: float) -> None:
         """Start the thread and wait until the replicas serve. Raises :class:`EngineError` past ``timeout_s``."""
         self._thread.start()
         try:
-            self._submit(self._pool.start()).result(timeout_s + 10)  # the pool's own deadline says more
+            self._result(self._submit(self._pool.start()), timeout_s + 10)  # the pool's own deadline says more
         except TimeoutError:
             raise EngineError(
-                f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}; see their logs"
+                f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}: {self._pool.status()}"
             ) from None
 
     def begin(self, version: int, prompts: Sequence[Prompt], sampling: SamplingConfig, group_size: int) -> None:
         """Open iteration ``version``: replicas load the version, and each gets work as soon as it has done so.
 
         Returns at once. A failure of any part reaches the trainer as the error of its next ``buffer.next``.
+
+        Raises:
+            EngineError: the producer's thread has ended.
         """
         self._iteration = self._submit(self._produce(version, list(prompts), sampling, group_size))
 
@@ -82,17 +127,25 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._load(version))
-                for prompt in prompts:
+                # The order of dispatch alone: buffer and trainer know nothing of it.
+                for prompt in prompts if self._lengths is None else self._lengths.longest_first(prompts):
                     tasks.create_task(self._put(version, prompt, sampling, group_size))
         except BaseExceptionGroup as failures:
             self._buffer.fail(_first(failures))
+        except Exception as error:
+            self._buffer.fail(error)
 
     async def _load(self, version: int) -> None:
         for load in await self._pool.load(version):
-            self._timeline.add("load", load.replica, load.started_at, load.ended_at, iteration=version)
+            self._note_load(load)
+
+    def _note_load(self, load: LoadAck) -> None:
+        self._timeline.add("load", load.replica, load.started_at, load.ended_at, iteration=load.version)
 
     async def _put(self, version: int, prompt: Prompt, sampling: SamplingConfig, group_size: int) -> None:
         group = await self._group(version, prompt, sampling.temperature, sampling.max_tokens, group_size)
+        if self._lengths is not None:
+            self._lengths.observe(group)
         await asyncio.to_thread(self._buffer.put, group)
 
     async def _group(self, version: int, prompt: Prompt, temperature: float, max_tokens: int, group_size: int) -> Group:
@@ -108,6 +161,7 @@ class Producer:
                     max_tokens=max_tokens,
                     seed=self._seed,
                     version=version,
+                    stop_token_ids=self._stop_token_ids,
                 )
             )
             self._timeline.add("generate", response.replica, response.started_at, response.ended_at, iteration=version)
@@ -123,10 +177,12 @@ class Producer:
             Sample(
                 token_ids=generation.token_ids,
                 logprobs=generation.logprobs,
-                versions=[(response.version, len(generation.token_ids))],
+                versions=list(generation.versions),
                 loss_mask=np.ones(len(generation.token_ids), dtype=np.uint8),
                 finish_reason=generation.finish_reason,
                 text=self._decode(generation.token_ids),
+                routed_experts=generation.routed_experts,
+                sampling_mask=generation.sampling_mask,
             )
             for generation in response.generations
         ]
@@ -142,22 +198,34 @@ class Producer:
         samples: int,
         timeout_s: float,
     ) -> list[Group]:
-        """Scored groups for ``prompts`` at ``version``; they pass by the buffer and are never trained on."""
+        """Scored groups for ``prompts`` at ``version``; they pass by the buffer and are never trained on.
+
+        Raises:
+            EngineError: some were not finished within ``timeout_s``, or no replica is left.
+        """
+        missing = {prompt.id for prompt in prompts}
+
+        async def one(prompt: Prompt) -> Group:
+            group = await self._group(version, prompt, temperature, max_tokens, samples)
+            missing.discard(prompt.id)
+            return group
 
         async def gather() -> list[Group]:
             async with asyncio.TaskGroup() as tasks:
                 load = tasks.create_task(self._load(version))
-                jobs = [
-                    tasks.create_task(self._group(version, prompt, temperature, max_tokens, samples))
-                    for prompt in prompts
-                ]
+                jobs = [tasks.create_task(one(prompt)) for prompt in prompts]
                 await load
             return [job.result() for job in jobs]
 
+        job = self._submit(gather())
         try:
-            return self._submit(gather()).result(timeout_s)
+            return self._result(job, timeout_s)
         except TimeoutError:
-            raise EngineError(f"evaluation at version {version} did not finish within {timeout_s:g} s") from None
+            job.cancel()
+            raise EngineError(
+                f"evaluation at version {version}: {len(missing)} of {len(prompts)} problems were not finished within "
+                f"{timeout_s:g} s (engine.request_timeout_s for each): {self._pool.status()}"
+            ) from None
         except BaseExceptionGroup as failures:
             raise _first(failures) from None
 
@@ -165,9 +233,14 @@ class Producer:
         """Stop producing, close the connections and end the thread. Idempotent."""
         if not self._thread.is_alive():
             return
+        self._closing = True
         if self._iteration is not None:
             self._iteration.cancel()
-        self._submit(self._pool.close()).result(10)
+        try:
+            self._submit(self._pool.close()).result(10)
+        except TimeoutError:
+            # The thread is a daemon: one that hangs does not keep the program from ending.
+            logger.error("the replica pool did not close within 10 s: %s", self._pool.status())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 

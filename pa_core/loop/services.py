@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -18,8 +19,10 @@ from pa_core.data.prompts import PromptSet, load_prompts, without
 from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run
-from pa_core.model.loading import LoadedModel, load_policy
+from pa_core.model.loading import LoadedModel, context_limit, load_policy
 from pa_core.rewards.pool import RewardPool
+from pa_core.rollout.connect import connect
+from pa_core.rollout.fabric import FabricTransfer
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet, fair_threads
 from pa_core.rollout.protocol import API_KEY_VARIABLE
@@ -45,9 +48,11 @@ def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, conte
     return replace(problems, train=train, held_out=held_out)
 
 
-def context_limit(model: LoadedModel) -> int:
-    """Tokens that the model can attend to."""
-    return int(model.model.config.max_position_embeddings)
+def usable_context(config: TrainConfig, model: LoadedModel) -> int:
+    """Tokens that both trainer and replicas can attend to."""
+    served = config.engine.vllm.max_model_len if config.engine.kind == "vllm" else None
+    trained = context_limit(model.model.config)
+    return trained if served is None else min(trained, served)
 
 
 def describing_files(model: LoadedModel) -> dict[str, bytes]:
@@ -73,6 +78,7 @@ class Services:
         replicas: the replica processes, where this program started them; otherwise ``PA_API_KEY`` holds their key.
 
     Attributes:
+        fabric: sends weights where trainer and replicas share a fabric; otherwise the store hands them over.
         patience_s: seconds the trainer waits for the next group before it gives up; the producer's own deadlines
             come first and say more.
     """
@@ -86,10 +92,12 @@ class Services:
         self.rewards = RewardPool(config.rewards, config.scoring)  # first: a mistyped name should not cost a model
         self.model = load_policy(config.model)
         self.model_files = describing_files(self.model)
-        self.problems = load_problems(config, self.model.tokenizer, context_limit(self.model))
+        self.problems = load_problems(config, self.model.tokenizer, usable_context(config, self.model))
         self.weights = WeightStore(run.store)
         self.buffer = RolloutBuffer(run.store, config.schedule.max_staleness)
         self.timeline = Timeline()
+        fabric = config.engine.weight_transfer != "fsspec"
+        self.fabric = FabricTransfer(config.engine, self.model.model) if fabric else None
         self.replica_ids = [f"r{index}" for index in range(config.engine.replicas)]
         pool = ReplicaPool(
             run.store,
@@ -97,8 +105,18 @@ class Services:
             replicas.api_key if replicas else _key_from_environment(),
             config.engine,
             replicas.processes if replicas else None,
+            partial(connect, fabric=self.fabric),
         )
-        self.producer = Producer(pool, self.rewards, self.buffer, self.timeline, self._decode, seed=config.seed)
+        self.producer = Producer(
+            pool,
+            self.rewards,
+            self.buffer,
+            self.timeline,
+            self._decode,
+            seed=config.seed,
+            stop_token_ids=self.model.eos_token_ids,
+            longest_first=config.engine.longest_first,
+        )
 
     def __enter__(self) -> Services:
         self.rewards.start()
@@ -108,6 +126,8 @@ class Services:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.producer.close()
+        if self.fabric is not None:
+            self.fabric.close()
         self.rewards.close()
 
     def _decode(self, token_ids: NDArray[np.int32]) -> str:

@@ -115,8 +115,7 @@ class Trainer:
         )
         for number, groups in arrivals:
             if number != current:
-                with self.services.timeline.span("step", TRAIN, t):
-                    self.learner.step()
+                self._step(t)
                 current = number
             with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
                 self.learner.accumulate(groups)
@@ -127,18 +126,26 @@ class Trainer:
 
     def _step_and_publish(self, t: int) -> None:
         """From version t to t+1, made visible in the store: the one moment at which the policy changes."""
-        with self.services.timeline.span("step", TRAIN, t):
-            self.learner.step()
-            self.learner.advance()
+        self._step(t)
+        self.learner.advance()
         self._publish()
         self.cursor = self.stream.state()
         self.recorder.stepped(t)
+
+    def _step(self, t: int) -> None:
+        """One optimizer step; no replica may be receiving the policy meanwhile."""
+        with self.services.timeline.span("step", TRAIN, t):
+            if self.services.fabric is not None:
+                self.services.fabric.withdraw()
+            self.learner.step()
 
     def _publish(self) -> None:
         version = self.learner.version
         with self.services.timeline.span("publish", TRAIN, max(0, version - 1), version=version):
             manifest = self.services.weights.publish(version, self.learner.weights(), self.services.model_files)
         self.weights_sha256 = manifest.weights_sha256
+        if self.services.fabric is not None:
+            self.services.fabric.offer(version)
 
     def _book(self, t: int, groups: list[Group]) -> None:
         """Record iteration t while the replicas already generate for t+1."""

@@ -25,7 +25,14 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from pa_core.config import ModelConfig
@@ -90,6 +97,18 @@ def _tokenizer(source: str, config: ModelConfig) -> PreTrainedTokenizerBase:
         source, trust_remote_code=config.trust_remote_code
     )
     return tokenizer
+
+
+def context_of(source: str, config: ModelConfig) -> int:
+    """Tokens that the model at ``source`` can attend to; no weights are read. Raises as :func:`load_policy`."""
+    with _named_errors(config.path):
+        structure = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    return context_limit(structure)
+
+
+def context_limit(structure: PretrainedConfig) -> int:
+    """Tokens that a model can attend to, by its configuration."""
+    return int(structure.get_text_config().max_position_embeddings)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -20,13 +20,37 @@ class ReplicaClient(Protocol):
     """How the pool talks to one inference server, whatever its engine."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Generate a group. Raises VersionMismatch, ReplicaLost, EngineError."""
+        """Generate a group; when cancelled, the replica stops working on it. Raises VersionMismatch, ReplicaLost,
+        EngineError."""
 
-    async def load(self, version: int) -> str:
-        """Load a published version and return its digest. Raises ReplicaLost, EngineError."""
+    async def load(self, version: int, weights_sha256: str) -> str:
+        """Load a published version whose digest must be ``weights_sha256``; returns the digest that the replica
+        has verified. Only called while nothing is in flight. Raises ReplicaLost, EngineError."""
 
     async def alive(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         """Whether the server answers within ``timeout_s`` seconds."""
+
+
+def checked(answer: GenerateResponse, request: GenerateRequest) -> GenerateResponse:
+    """The answer, if it has every sample and the asked version sampled every token of them (invariant 1).
+
+    Raises:
+        VersionMismatch: some token comes from another version, or its version is not told.
+        EngineError: samples are missing.
+    """
+    if len(answer.generations) != request.samples:
+        raise EngineError(
+            f"replica {answer.replica} answered group {request.group_id} with {len(answer.generations)} samples "
+            f"instead of {request.samples}"
+        )
+    for number, generation in enumerate(answer.generations):
+        try:
+            generation.check_versions(request.version)
+        except VersionMismatch as error:
+            raise VersionMismatch(
+                f"replica {answer.replica}, group {request.group_id}, sample {number}: {error}"
+            ) from None
+    return answer
 
 
 class HttpReplicaClient:
@@ -59,15 +83,10 @@ class HttpReplicaClient:
                 f"replica {self._id} answered group {request.group_id} of version {request.version} with group "
                 f"{answer.group_id} of version {answer.version}"
             )
-        if len(answer.generations) != request.samples:
-            raise EngineError(
-                f"replica {self._id} answered group {request.group_id} with {len(answer.generations)} samples "
-                f"instead of {request.samples}"
-            )
-        return answer
+        return checked(answer, request)
 
-    async def load(self, version: int) -> str:
-        """Load a version; returns the digest of the weights in the replica's memory."""
+    async def load(self, version: int, weights_sha256: str) -> str:
+        """Load a version; returns the digest of the weights in the replica's memory. The pool compares it."""
         answer = await self._post("/load", {"version": version})
         if answer.get("version") != version:
             raise EngineError(f"replica {self._id} acknowledged version {answer.get('version')} instead of {version}")

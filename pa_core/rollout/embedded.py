@@ -144,7 +144,12 @@ class _Job:
 
     def answer(self, replica: str) -> None:
         generations = [
-            Generation(np.asarray(tokens, dtype=np.int32), np.asarray(logprobs, dtype=np.float32), reason)
+            Generation(
+                token_ids=np.asarray(tokens, dtype=np.int32),
+                logprobs=np.asarray(logprobs, dtype=np.float32),
+                finish_reason=reason,
+                versions=((self.request.version, len(tokens)),),
+            )
             for tokens, logprobs, reason in zip(self.tokens, self.logprobs, self.reasons, strict=True)
         ]
         if self.future.set_running_or_notify_cancel():
@@ -380,7 +385,7 @@ class EmbeddedEngine:
                 continue
             job.tokens[k].append(tokens[row])
             job.logprobs[k].append(logprobs[row])
-            if tokens[row] in self._stop_ids:
+            if tokens[row] in self._stop_ids or tokens[row] in job.request.stop_token_ids:
                 job.reasons[k] = "stop"
             elif len(job.tokens[k]) < job.request.max_tokens:
                 kept.append(row)

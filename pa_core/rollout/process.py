@@ -19,11 +19,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pa_core.config import EngineConfig
-from pa_core.errors import EngineError
+from pa_core.errors import EngineError, UserError
 from pa_core.rollout.protocol import API_KEY_VARIABLE
+from pa_core.rollout.supervisor import Supervisor
+from pa_core.store.objects import ObjectStore
+from pa_core.store.registry import ReplicaRegistry
 
 GUARD_VARIABLE = "PA_GUARD_FD"
 """Environment variable with the number of the file descriptor that a child watches."""
+
+
+INDEX_VARIABLE = "PA_REPLICA_INDEX"
+"""Environment variable with the number of a vLLM replica among those of its run, which chooses its devices."""
+
+PROGRAMS = {"embedded": "pa_core.rollout.server", "vllm": "pa_core.rollout.vllm_keeper"}
+"""Module that serves a replica, by ``engine.kind``."""
 
 
 def watch_parent(guard_fd: int | None = None) -> None:
@@ -144,33 +154,54 @@ def fair_threads(replicas: int) -> int:
 
 
 class ReplicaSet:
-    """The replica processes of a run on this machine.
+    """The replica processes of a run on this machine: started, looked after, and stopped together.
 
     Args:
         run_url: the run's folder in the store.
-        config: how many replicas, with how many threads.
+        config: which engine, how many replicas, with how many threads, and how often one is started again.
         log_dir: local folder for ``<replica id>.log``.
-        command: program that serves; ``--run-url URL --replica-id ID`` are appended. Default: this package's server.
+        command: program that serves; ``--run-url URL --replica-id ID`` are appended. Default: that of ``config.kind``.
 
-    The key of the run is made here and reaches the replicas by environment only.
+    The key of the run is made here, unless the environment has one that other replicas are to share, and reaches the
+    replicas by environment only.
+
+    Attributes:
+        registry: where the replicas announce themselves.
+        processes: the current process of each replica; see :class:`Supervisor`.
     """
 
     def __init__(self, run_url: str, config: EngineConfig, log_dir: Path, command: Sequence[str] | None = None) -> None:
-        self.api_key = secrets.token_urlsafe(32)
-        self.processes: dict[str, ChildProcess] = {}
+        self.api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
         self._run_url = run_url
-        self._config = config
+        self.config = config
         self._log_dir = log_dir
-        self._command = list(command or (sys.executable, "-m", "pa_core.rollout.server"))
+        self._command = list(command or (sys.executable, "-m", PROGRAMS[config.kind]))
+        self.registry = ReplicaRegistry(ObjectStore.open(run_url))
+        self.processes = Supervisor(self._spawn, config, self.registry)
 
     @property
     def ids(self) -> list[str]:
         """Replica ids, ``r0`` upwards."""
-        return [f"r{index}" for index in range(self._config.replicas)]
+        return [f"r{index}" for index in range(self.config.replicas)]
 
-    def start(self) -> dict[str, ChildProcess]:
-        """Start every replica; returns at once. Raises :class:`EngineError` when one cannot be started at all."""
-        threads = str(self._config.threads or fair_threads(self._config.replicas))
+    def start(self) -> Supervisor:
+        """Start every replica; returns at once.
+
+        Raises:
+            EngineError: one cannot be started at all.
+            StoreError: what an earlier life of the run left in the registry cannot be removed.
+        """
+        try:
+            for replica_id in self.ids:
+                self.registry.withdraw(replica_id)
+            self.processes.begin(self.ids)
+        except UserError:
+            self.stop()
+            raise
+        return self.processes
+
+    def _spawn(self, replica_id: str) -> ChildProcess:
+        threads = str(self.config.threads or fair_threads(self.config.replicas))
         env = {
             API_KEY_VARIABLE: self.api_key,
             "OMP_NUM_THREADS": threads,
@@ -178,18 +209,16 @@ class ReplicaSet:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
-        try:
-            for replica in self.ids:
-                command = [*self._command, "--run-url", self._run_url, "--replica-id", replica]
-                self.processes[replica] = spawn(command, self._log_dir / f"{replica}.log", env)
-        except EngineError:
-            self.stop()
-            raise
-        return self.processes
+        if self.config.kind == "vllm":
+            env[INDEX_VARIABLE] = str(self.ids.index(replica_id))
+        command = [*self._command, "--run-url", self._run_url, "--replica-id", replica_id]
+        if self.config.kind == "vllm":
+            command += ["--log-folder", str(self._log_dir)]
+        return spawn(command, self._log_dir / f"{replica_id}.log", env)
 
     def stop(self, timeout: float = 15.0) -> None:
         """End all replicas within about ``timeout`` seconds. May be called twice."""
-        stop_all(list(self.processes.values()), timeout)
+        stop_all(self.processes.end(), timeout)
 
     def __enter__(self) -> ReplicaSet:
         self.start()

@@ -5,6 +5,7 @@ Text never crosses this line, so nothing is tokenised twice. Imports neither tor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,10 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pa_core.errors import EngineError
+from pa_core.errors import ConfigError, EngineError
 
 API_KEY_VARIABLE = "PA_API_KEY"
 """Environment variable with a run's key; replicas answer nobody who does not present it."""
+
+
+def required_key() -> str:
+    """The run's key from the environment. Raises :class:`ConfigError` where there is none."""
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    if not key:
+        raise ConfigError(f"set {API_KEY_VARIABLE} to the run's key before serving a replica")
+    return key
 
 
 class VersionMismatch(EngineError):
@@ -35,6 +44,7 @@ class GenerateRequest:
         max_tokens: longest response in tokens.
         seed: the run's seed; the random stream is that of ``(seed, version, group_id)``.
         version: the policy version that must generate every token.
+        stop_token_ids: tokens that end a response, beside those that the replica knows by itself (vLLM knows none).
     """
 
     group_id: str
@@ -44,6 +54,7 @@ class GenerateRequest:
     max_tokens: int
     seed: int
     version: int
+    stop_token_ids: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain tree for a JSON body."""
@@ -61,6 +72,7 @@ class GenerateRequest:
                 max_tokens=int(tree["max_tokens"]),
                 seed=int(tree["seed"]),
                 version=int(tree["version"]),
+                stop_token_ids=tuple(int(token) for token in tree.get("stop_token_ids", ())),
             )
         except KeyError as error:
             raise EngineError(f"generate request lacks {error}") from None
@@ -89,18 +101,26 @@ class Generation:
         logprobs: f32[L] in nats, of the distribution sampled from (temperature applied); greedy responses
             carry those at temperature 1.
         finish_reason: ``stop`` (a stop token is last) or ``length``.
+        versions: spans ``(policy version, number of tokens)`` that cover all L tokens, as the engine reports them.
+        routed_experts: experts that each token but the last took, i32[Lp + L - 1, layers, experts per token], from
+            engines that report them.
+        sampling_mask: per response token the ids that sampling could choose from, from engines that report them.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     finish_reason: str
+    versions: tuple[tuple[int, int], ...]
+    routed_experts: NDArray[np.int32] | None = None
+    sampling_mask: tuple[NDArray[np.int32], ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain tree; float32 values survive the trip through JSON exactly."""
+        """Plain tree, as the embedded server sends it; float32 values survive the trip through JSON exactly."""
         return {
             "token_ids": self.token_ids.tolist(),
             "logprobs": self.logprobs.tolist(),
             "finish_reason": self.finish_reason,
+            "versions": self.versions,
         }
 
     @classmethod
@@ -110,7 +130,17 @@ class Generation:
             token_ids=np.asarray(tree["token_ids"], dtype=np.int32),
             logprobs=np.asarray(tree["logprobs"], dtype=np.float32),
             finish_reason=str(tree["finish_reason"]),
+            versions=tuple((int(version), int(tokens)) for version, tokens in tree["versions"]),
         )
+
+    def check_versions(self, version: int) -> None:
+        """Invariant 1 at the engine's door: raise :class:`VersionMismatch` unless ``version`` sampled every token."""
+        covered = sum(tokens for _, tokens in self.versions)
+        others = sorted({found for found, _ in self.versions if found != version})
+        if others or covered != len(self.token_ids):
+            raise VersionMismatch(
+                f"{len(self.token_ids)} tokens asked of version {version} come with version spans {list(self.versions)}"
+            )
 
 
 @dataclass(frozen=True)

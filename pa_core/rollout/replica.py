@@ -1,4 +1,4 @@
-"""What the pool knows of one replica: where it is, what it has loaded, and whether it lives."""
+"""What the pool knows of one replica: how to talk to it, what it has loaded, and whether it lives."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import aiohttp
-
-from pa_core.errors import EngineError, StoreError
-from pa_core.rollout.client import PROBE_TIMEOUT_S, HttpReplicaClient, ReplicaClient, ReplicaLost
+from pa_core.rollout.client import PROBE_TIMEOUT_S, ReplicaClient, ReplicaLost
 from pa_core.rollout.process import ChildProcess
-from pa_core.store.registry import ReplicaRecord, ReplicaRegistry
+from pa_core.rollout.supervisor import exit_phrase
+from pa_core.store.registry import ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
@@ -22,40 +20,48 @@ T = TypeVar("T")
 
 
 class Replica:
-    """One member of a pool. Belongs to one event loop.
+    """One member of a pool: a process that serves, from the moment it joined. Belongs to one event loop.
+
+    A process that was started again under the same id is another object.
 
     Attributes:
-        client: how to talk to it; None until it serves.
-        version: the version it acknowledged: the gate. None before the first load, while loading, when dead.
+        version: the version it acknowledged: the gate. None before the first load, while loading, when gone.
         loading: the version it is asked to load, if any.
         refused: why its last load failed, if it did.
         load_lock: held while it loads; a later version waits for it.
-        in_flight: groups dispatched and not yet answered.
-        idle: set while nothing is in flight.
+        groups: ids of the groups dispatched and not yet answered.
+        idle: set while there are none.
+        leaving: it withdrew: it gets no new work, and its end is no failure.
+        silent: it died of silence alone, so it may turn out to live.
+        mismatched: the version it was last asked for and did not have, although it had acknowledged it.
+        died_at: when it died, by the monotonic clock.
     """
 
     def __init__(
         self,
         replica_id: str,
+        client: ReplicaClient,
+        record: ReplicaRecord,
         process: ChildProcess | None,
-        registry: ReplicaRegistry,
-        on_death: Callable[[], None],
+        on_end: Callable[[Replica], None],
     ) -> None:
         self.id = replica_id
-        self.client: ReplicaClient | None = None
+        self.client = client
+        self.record = record
         self.version: int | None = None
         self.loading: int | None = None
         self.refused: str | None = None
         self.load_lock = asyncio.Lock()
-        self.in_flight = 0
+        self.groups: list[str] = []
         self.idle = asyncio.Event()
         self.idle.set()
+        self.leaving = False
+        self.silent = False
+        self.mismatched: int | None = None
+        self.died_at = 0.0
         self._process = process
-        self._registry = registry
-        self._on_death = on_death
-        self._state = "not announced"
-        self._heartbeat = 0.0
-        self._heard_at = 0.0
+        self._on_end = on_end
+        self._heard_at = time.monotonic()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -64,74 +70,68 @@ class Replica:
         return not self._death.done()
 
     @property
+    def serves(self) -> bool:
+        """Whether it lives and takes new work."""
+        return self.alive and not self.leaving
+
+    @property
+    def in_flight(self) -> int:
+        """Groups dispatched and not yet answered."""
+        return len(self.groups)
+
+    @property
     def cause(self) -> str | None:
         """Why it is dead, with the end of its log where there is one."""
         return self._death.result() if self._death.done() else None
 
     def status(self) -> str:
         """One phrase for messages."""
+        if self.leaving:
+            return f"replica {self.id} is gone, because it withdrew"
         if not self.alive:
             return f"replica {self.id} is dead: {self.cause}"
         if self.loading is not None:
             return f"replica {self.id} is loading version {self.loading}"
         if self.refused is not None:
             return f"replica {self.id} failed to load: {self.refused}"
-        return f"replica {self.id} is {self._state}" + ("" if self.client is None else f" with version {self.version}")
+        return f"replica {self.id} is {self.record.state} with version {self.version}"
 
-    def take(self) -> None:
+    def take(self, group_id: str) -> None:
         """Count one more group in flight."""
-        self.in_flight += 1
+        self.groups.append(group_id)
         self.idle.clear()
 
-    def release(self) -> None:
+    def release(self, group_id: str) -> None:
         """Count one group less in flight."""
-        self.in_flight -= 1
-        if not self.in_flight:
+        self.groups.remove(group_id)
+        if not self.groups:
             self.idle.set()
 
-    def with_log(self, what: str) -> str:
-        """A message, followed by the end of the replica's log."""
-        if self._process is None:
-            return what
-        return f"{what}; the end of its log {self._process.log_path}:\n{self._process.tail()}\n"
+    def heard(self, record: ReplicaRecord) -> None:
+        """Note its latest record."""
+        if record.heartbeat != self.record.heartbeat:
+            # By this clock: those of other machines may differ.
+            self._heard_at = time.monotonic()
+        self.record = record
 
-    async def join(self, session: aiohttp.ClientSession, api_key: str) -> None:
-        """One look at whether it serves by now; then ``client`` is set.
-
-        Raises:
-            EngineError: its process has ended.
-        """
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise EngineError(self.with_log(f"replica {self.id} died at start ({exit_phrase(code)})"))
-        record = await self._record()
-        if record is None:
-            return
-        self._state = record.state
-        if record.state != "ready":
-            return
-        client = HttpReplicaClient(session, self.id, record.url, api_key)
-        # The record may be all that is left of a replica that somebody else ran.
-        if not await client.alive():
-            self._state = f"announced, but does not answer at {record.url}"
-            return
-        self.client = client
-        self._heard_at = time.monotonic()
-        logger.info("replica %s serves at %s", self.id, record.url)
-
-    async def check(self, heartbeat_timeout_s: float) -> None:
-        """Declare it dead when its process has ended or nothing was heard of it for too long."""
-        if self._process is not None and (code := self._process.poll()) is not None:
+    def check_process(self) -> None:
+        """Declare it dead when its process has ended, or gone when it ended as one does that was told to stop."""
+        if self._process is not None and self.alive and (code := self._process.poll()) is not None:
+            if code == 0:
+                self.leave()
             self.die(f"its process ended ({exit_phrase(code)})")
-            return
-        await self._record()
+
+    async def check_silence(self, heartbeat_timeout_s: float) -> None:
+        """Declare it dead when nothing was heard of it for too long and it does not answer either."""
         silence = time.monotonic() - self._heard_at
+        if not self.alive:
+            return
         if silence > heartbeat_timeout_s:
+            self.silent = True
             self.die(f"no heartbeat for {silence:.1f} s (engine.heartbeat_timeout_s={heartbeat_timeout_s:g})")
         # The store may be what is slow: a replica that answers is alive.
-        elif (
-            silence > heartbeat_timeout_s / 2
-            and self.client is not None
-            and await self.client.alive(min(PROBE_TIMEOUT_S, heartbeat_timeout_s - silence))
+        elif silence > heartbeat_timeout_s / 2 and await self.client.alive(
+            min(PROBE_TIMEOUT_S, heartbeat_timeout_s - silence)
         ):
             self._heard_at = time.monotonic()
 
@@ -149,52 +149,43 @@ class Replica:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def connection_lost(self, error: ReplicaLost) -> None:
-        """A broken connection is a death unless the replica still answers."""
+    async def connection_lost(self, error: ReplicaLost, look: Callable[[Replica], Awaitable[None]]) -> None:
+        """A broken connection is a death unless the replica still answers, or has withdrawn, as ``look`` finds out."""
         for _ in range(3):
-            if not self.alive:
+            self.check_process()
+            if not self.alive or await self.client.alive():
                 return
-            if self._process is not None and (code := self._process.poll()) is not None:
-                self.die(f"its process ended ({exit_phrase(code)})")
-                return
-            if self.client is not None and await self.client.alive():
-                return
+            await look(self)
+            if self.leaving:
+                break
             await asyncio.sleep(0.2)
+        self.silent = True
         self.die(str(error))
+
+    def leave(self) -> None:
+        """It withdrew: no new work from now on; what is in flight may finish."""
+        if not self.serves:
+            return
+        self.leaving, self.version, self.loading = True, None, None
+        logger.info("replica %s has withdrawn and leaves; %d groups in flight", self.id, self.in_flight)
+        self._on_end(self)
 
     def die(self, cause: str) -> None:
         """Take it out for good; whoever waits in :meth:`until_death` gets :class:`ReplicaLost`."""
         if not self.alive:
             return
-        self.version = None
-        self._death.set_result(self.with_log(cause))
-        logger.error("replica %s is dead: %s", self.id, self.cause)
-        if self._process is not None:
-            # A stopped or hung process would keep its cores, and could come back with old weights.
-            self._process.signal(signal.SIGKILL)
-        self._on_death()
+        self.version, self.died_at = None, time.monotonic()
+        if self.leaving:
+            self._death.set_result(cause)
+        else:
+            self._death.set_result(self._with_log(cause))
+            logger.error("replica %s is dead: %s", self.id, self.cause)
+            if self._process is not None:
+                # A stopped or hung process would keep its cores, and could come back with old weights.
+                self._process.signal(signal.SIGKILL)
+        self._on_end(self)
 
-    async def _record(self) -> ReplicaRecord | None:
-        """Its record, if it has one; notes when a heartbeat was last seen to change."""
-        try:
-            record = await asyncio.to_thread(self._registry.read, self.id)
-        except StoreError as error:
-            logger.warning("the record of replica %s cannot be read: %s", self.id, error)
-            return None
-        # A record of an earlier process of the same run is not this replica's.
-        if record is None or (self._process is not None and record.pid != self._process.pid):
-            return None
-        if record.heartbeat != self._heartbeat:
-            # By this clock: those of other machines may differ.
-            self._heartbeat, self._heard_at = record.heartbeat, time.monotonic()
-        return record
-
-
-def exit_phrase(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    def _with_log(self, what: str) -> str:
+        if self._process is None:
+            return what
+        return f"{what}; the end of its log {self._process.log_path}:\n{self._process.tail()}\n"

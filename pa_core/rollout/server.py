@@ -12,8 +12,10 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -26,7 +28,7 @@ from pa_core.errors import ConfigError, EngineError, UserError
 from pa_core.rollout.process import watch_parent
 from pa_core.rollout.protocol import API_KEY_VARIABLE, Engine, GenerateRequest, GenerateResponse, VersionMismatch
 from pa_core.store.objects import ObjectStore
-from pa_core.store.registry import ReplicaRecord, ReplicaRegistry
+from pa_core.store.registry import READY, ReplicaRecord, ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,9 @@ class ReplicaServer:
         self._digest: str | None = None
         self._url = ""
         self._runner: web.AppRunner | None = None
+        self._incarnation = secrets.token_hex(8)
+        self._record_lock = threading.Lock()
+        self._withdrawn = False
 
     def attach(self, engine: Engine) -> None:
         """Start to serve with a loaded model."""
@@ -86,15 +91,19 @@ class ReplicaServer:
         return self._url
 
     async def stop(self) -> None:
-        """Fail what is in flight, close the connections and withdraw from the store."""
+        """Withdraw from the store, fail what is in flight, and close the connections."""
+        # First: whoever gets an error from here on finds that the replica has left.
+        try:
+            await asyncio.to_thread(self._withdraw)
+        except UserError as error:
+            logger.warning("replica %s could not withdraw: %s", self._id, error)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         if self._runner is not None:
             await self._runner.cleanup()
-        await asyncio.to_thread(self._registry.withdraw, self._id)
 
     async def announce(self) -> None:
-        """Write the replica's record once: url, state, version, heartbeat."""
+        """Write the replica's record once, unless it was withdrawn: url, state, version, heartbeat."""
         engine = self._engine
         version = None if engine is None else engine.version
         record = ReplicaRecord(
@@ -104,9 +113,21 @@ class ReplicaServer:
             weights_sha256=None if version is None else self._digest,
             heartbeat=time.time(),
             pid=os.getpid(),
-            state="starting" if engine is None else "ready",
+            state="starting" if engine is None else READY,
+            incarnation=self._incarnation,
+            detail="loading the model" if engine is None else "",
         )
-        await asyncio.to_thread(self._registry.announce, record)
+        await asyncio.to_thread(self._write, record)
+
+    def _write(self, record: ReplicaRecord) -> None:
+        with self._record_lock:
+            if not self._withdrawn:
+                self._registry.announce(record)
+
+    def _withdraw(self) -> None:
+        with self._record_lock:  # an announcement on its way must not come back after this
+            self._withdrawn = True
+            self._registry.withdraw(self._id)
 
     async def beat(self) -> None:
         """Announce for ever; a store that fails for a moment is reported and tried again."""

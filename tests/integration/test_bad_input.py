@@ -159,7 +159,9 @@ def test_a_replica_that_dies_at_start_is_named_with_its_end(tiny_model: Path, tm
 
     killer = threading.Thread(target=kill_the_first_replica)
     killer.start()
-    result = run(tmp_path, tree_for(tiny_model, tmp_path))
+    tree = tree_for(tiny_model, tmp_path)
+    tree["engine"]["max_restarts"] = 0
+    result = run(tmp_path, tree)
     killer.join()
     expect(result, 1, "replica r0 died at start", "SIGKILL")
 

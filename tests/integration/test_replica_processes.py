@@ -85,15 +85,17 @@ class Replicas:
         self.processes = ReplicaSet(self.store.url, self.config, folder / "logs")
         self.processes.start()
 
-    def pool(self) -> ReplicaPool:
+    def pool(self, attached: bool = False) -> ReplicaPool:
+        """A pool in the program that started the processes, or one in another program (``attached``)."""
         replicas = self.processes
-        return ReplicaPool(self.store, replicas.ids, replicas.api_key, self.config, replicas.processes)
+        processes = None if attached else replicas.processes
+        return ReplicaPool(self.store, replicas.ids, replicas.api_key, self.config, processes)
 
-    def run(self, test: Callable[[ReplicaPool], Awaitable[None]]) -> None:
+    def run(self, test: Callable[[ReplicaPool], Awaitable[None]], attached: bool = False) -> None:
         """Run a test on a started pool that has loaded version 0."""
 
         async def bounded() -> None:
-            pool = self.pool()
+            pool = self.pool(attached)
             try:
                 async with asyncio.timeout(120):
                     await pool.start()
@@ -115,8 +117,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
 
 @pytest.fixture
 def mortal(tmp_path: Path, model_folder: Path) -> Iterator[Replicas]:
-    """Two replicas for one test to kill."""
-    replicas = Replicas(tmp_path, str(model_folder))
+    """Two replicas for one test to kill; none is started again."""
+    replicas = Replicas(tmp_path, str(model_folder), max_restarts=0)
+    yield replicas
+    replicas.processes.stop()
+
+
+@pytest.fixture
+def phoenix(tmp_path: Path, model_folder: Path) -> Iterator[Replicas]:
+    """One replica that is started again once."""
+    replicas = Replicas(tmp_path, str(model_folder), replicas=1, max_restarts=1, restart_delay_s=0.3)
     yield replicas
     replicas.processes.stop()
 
@@ -230,6 +240,29 @@ def test_a_damaged_version_is_refused_and_the_next_one_is_served(shared: Replica
     shared.run(test)
 
 
+def test_a_replica_that_anybody_starts_in_mid_run_gets_work_and_leaves_cleanly(shared: Replicas) -> None:
+    async def test(pool: ReplicaPool) -> None:
+        command = [sys.executable, "-m", "pa_core.cli", "serve", "--run-url", shared.store.url, "--replica-id", "r7"]
+        environment = {**os.environ, "PA_API_KEY": shared.processes.api_key, "OMP_NUM_THREADS": "1"}
+        guest = subprocess.Popen(command, env=environment)
+        try:
+            await until(lambda: pool.versions.get("r7") == 0, "it has joined and loaded the current version", 90)
+            answers = await asyncio.gather(*(pool.generate(group(f"g{i}", temperature=0.0)) for i in range(9)))
+            assert "r7" in {answer.replica for answer in answers}
+            assert all(tokens == greedy_truth(0, 8) for answer in answers for tokens in tokens_of(answer))
+            tasks = [asyncio.create_task(pool.generate(group(f"h{i}", max_tokens=300))) for i in range(5)]
+            await until(lambda: pool.in_flight.get("r7"), "it works")
+            guest.terminate()
+            assert {answer.replica for answer in await asyncio.gather(*tasks)} <= {"r0", "r1", "r7"}
+            await until(lambda: set(pool.versions) == {"r0", "r1"}, "it has left")
+            assert pool.dead == {} and await asyncio.to_thread(guest.wait, 20) == 0
+        finally:
+            guest.kill()
+            guest.wait()
+
+    shared.run(test)
+
+
 def test_stopping_withdraws_the_records_and_leaves_no_process(shared: Replicas) -> None:
     async def test(pool: ReplicaPool) -> None:
         task = asyncio.create_task(pool.generate(group("g0", max_tokens=3000)))
@@ -325,3 +358,37 @@ def test_a_model_that_does_not_exist_is_named_at_once_with_exit_code_and_log(tmp
     assert "died at start (exit code 2)" in message
     assert "/no/such/model" in message and "model.path" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_only_replica_is_killed_started_again_and_given_up_when_it_dies_once_more(
+    phoenix: Replicas, attached: bool
+) -> None:
+    async def test(pool: ReplicaPool) -> None:
+        WeightStore(phoenix.store).publish(1, make_model(1).state_dict(), {})
+        await pool.load(1)
+        truth = tokens_of(await pool.generate(group("g0", 1, max_tokens=150)))
+        task = asyncio.create_task(pool.generate(group("g0", 1, max_tokens=150)))
+        await until(lambda: pool.in_flight == {"r0": 1}, "it works")
+        first = phoenix.processes.processes["r0"]
+        os.kill(first.pid, signal.SIGKILL)
+        answer = await task
+        assert tokens_of(answer) == truth, "the new process loaded the version of the old one by itself"
+        assert phoenix.processes.processes["r0"].pid != first.pid
+        assert pool.versions == {"r0": 1} and pool.dead == {} and pool.restarts == 1
+        os.kill(phoenix.processes.processes["r0"].pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"no replica is left: replica r0 is dead: it died \(killed by SIGKILL\)"):
+            await pool.generate(group("g1", 1))
+
+    phoenix.run(test, attached)
+
+
+def test_a_hung_replica_is_ended_and_started_again_although_another_program_noticed(phoenix: Replicas) -> None:
+    async def test(pool: ReplicaPool) -> None:
+        process = phoenix.processes.processes["r0"]
+        os.kill(process.pid, signal.SIGSTOP)
+        answer = await pool.generate(group("g0"))
+        assert answer.version == 0 and pool.restarts == 1
+        assert process.poll() == -signal.SIGKILL and phoenix.processes.processes.restarts == {"r0": 1}
+
+    phoenix.run(test, attached=True)

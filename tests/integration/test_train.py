@@ -244,7 +244,8 @@ def wait_until(condition: Any, what: str, timeout: float = 120) -> None:
 @pytest.fixture
 def endless(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run of very many iterations, in its second one at least, and its folder."""
-    tree = tiny_tree(tiny_model, tmp_path, iterations=100_000, evaluation={"enabled": False})
+    engine = {"replicas": 2, "batch_groups": 2, "threads": 1, "max_restarts": 0}
+    tree = tiny_tree(tiny_model, tmp_path, iterations=100_000, evaluation={"enabled": False}, engine=engine)
     process = subprocess.Popen(
         [*PA, "train", str(write_config(tmp_path, tree)), "--json"],
         stdout=subprocess.PIPE,

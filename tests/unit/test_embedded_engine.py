@@ -287,7 +287,9 @@ def test_requests_and_answers_survive_json_exactly() -> None:
     assert back.token_ids.dtype == np.int32
     assert back.to_json() == wanted.to_json()
     logprobs = -np.random.default_rng(0).random(50).astype(np.float32)
-    answer = GenerateResponse("p0", 4, [Generation(prompts()[2], logprobs, "stop")], 1.25, 2.5, "r0")
+    answer = GenerateResponse(
+        "p0", 4, [Generation(prompts()[2], logprobs, "stop", ((4, len(logprobs)),))], 1.25, 2.5, "r0"
+    )
     again = GenerateResponse.from_json(json.loads(json.dumps(answer.to_json())))
     assert np.array_equal(again.generations[0].logprobs, logprobs)
     assert again.to_json() == answer.to_json()

@@ -3,136 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import pytest
-import torch
+from manual_replicas import KEY, ManualEngine, group, house, run, until
 
 from pa_core.config import EngineConfig
 from pa_core.errors import ConfigError, EngineError, StoreError
 from pa_core.rollout.pool import ReplicaPool
-from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation, VersionMismatch
 from pa_core.rollout.server import ReplicaServer, read_run_config, serve_replica
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import ReplicaRegistry
 from pa_core.store.weights import WeightStore
-
-KEY = "secret"
-
-
-class ManualEngine:
-    """Answers a group when the test says so, or at once."""
-
-    def __init__(self, name: str, weights: WeightStore, automatic: bool = True) -> None:
-        self.name = name
-        self.weights = weights
-        self.automatic = automatic
-        self.version: int | None = None
-        self.pending: list[tuple[GenerateRequest, Future[GenerateResponse]]] = []
-        self.served: list[str] = []
-        self.may_load = threading.Event()
-        self.may_load.set()
-        self.digest: str | None = None
-        self.failure: Exception | None = None
-        self.wrong_version = 0
-
-    def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
-        if self.failure is not None:
-            raise self.failure
-        if request.version != self.version:
-            raise VersionMismatch(f"{self.name} has loaded {self.version}")
-        future: Future[GenerateResponse] = Future()
-        self.pending.append((request, future))
-        if self.automatic:
-            self.answer()
-        return future
-
-    def answer(self) -> None:
-        request, future = self.pending.pop(0)
-        one = Generation(np.array([1], np.int32), np.array([-0.5], np.float32), "stop")
-        self.served.append(request.group_id)
-        version = request.version + self.wrong_version
-        future.set_result(GenerateResponse(request.group_id, version, [one] * request.samples, 1.0, 2.0, self.name))
-
-    def load(self, version: int) -> str:
-        self.version = None
-        assert self.may_load.wait(20)
-        manifest = self.weights.manifest(version)
-        assert manifest is not None
-        self.version = version
-        return self.digest or manifest.weights_sha256
-
-    def close(self) -> None:
-        for _, future in self.pending:
-            future.cancel()
-
-
-class House:
-    """Replicas, their pool, and the store they share."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self.store = store
-        self.engines: list[ManualEngine] = []
-        self.servers: list[ReplicaServer] = []
-        self.beats: list[asyncio.Task[None]] = []
-        self.pool: ReplicaPool
-
-    def publish(self, *versions: int) -> None:
-        for version in versions:
-            WeightStore(self.store).publish(version, {"w": torch.full((2,), float(version))}, {})
-
-
-@contextlib.asynccontextmanager
-async def house(count: int = 2, automatic: bool = True, **config: float) -> AsyncIterator[House]:
-    store = ObjectStore.open(f"memory://pool-{time.monotonic_ns()}")
-    place = House(store)
-    for index in range(count):
-        server = ReplicaServer(f"r{index}", ReplicaRegistry(store), KEY)
-        await server.start()
-        engine = ManualEngine(f"r{index}", WeightStore(store), automatic)
-        server.attach(engine)
-        place.servers.append(server)
-        place.engines.append(engine)
-        place.beats.append(asyncio.create_task(server.beat()))
-    settings = EngineConfig.model_validate({"replicas": count, "batch_groups": 1, **config})
-    place.pool = ReplicaPool(store, [f"r{index}" for index in range(count)], KEY, settings)
-    place.publish(0, 1)
-    try:
-        await place.pool.start()
-        yield place
-    finally:
-        await place.pool.close()
-        for beat in place.beats:
-            beat.cancel()
-        for server in place.servers:
-            await server.stop()
-
-
-def group(name: str, version: int = 0) -> GenerateRequest:
-    return GenerateRequest(name, np.array([1, 2, 3], np.int32), 2, 1.0, 4, 0, version)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(40):
-            await test()
-
-    asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    for _ in range(400):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"timed out waiting until {what}")
 
 
 def test_a_replica_gets_work_the_moment_it_acknowledged_while_another_still_loads() -> None:
@@ -284,7 +168,7 @@ def test_a_silent_heartbeat_and_a_silent_server_are_a_death_but_a_slow_store_is_
             place.beats[0].cancel()
             await asyncio.sleep(3)
             assert place.pool.dead == {}, "the server answers, so only its way to the store is slow"
-            await place.servers[0].stop()
+            await place.vanish(0)
             started = time.monotonic()
             await until(lambda: "r0" in place.pool.dead, "the death is noticed")
             assert time.monotonic() - started < 4
@@ -298,9 +182,8 @@ def test_a_refused_connection_is_a_death_and_without_replicas_generation_fails_a
     async def test() -> None:
         async with house() as place:
             await place.pool.load(0)
-            for beat, server in zip(place.beats, place.servers, strict=True):
-                beat.cancel()
-                await server.stop()
+            await place.vanish(0)
+            await place.vanish(1)
             started = time.monotonic()
             with pytest.raises(EngineError, match=r"no replica is left: replica r0 is dead: connection to replica r0"):
                 await place.pool.generate(group("g0"))
@@ -346,8 +229,11 @@ def test_the_record_that_a_dead_replica_left_is_not_taken_for_a_replica() -> Non
         server = ReplicaServer("r0", ReplicaRegistry(store), KEY)
         await server.start()
         server.attach(ManualEngine("r0", WeightStore(store)))
-        await server.stop()
         await server.announce()
+        record = ReplicaRegistry(store).read("r0")
+        await server.stop()
+        assert record is not None
+        ReplicaRegistry(store).announce(record)
         pool = ReplicaPool(store, ["r0"], KEY, EngineConfig(startup_timeout_s=1.0))
         with pytest.raises(EngineError, match="replica r0 is announced, but does not answer at http://127"):
             await pool.start()

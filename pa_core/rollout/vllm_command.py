@@ -1,0 +1,115 @@
+"""How a vLLM server of a run is started: interpreter, arguments, environment. Pure functions of the config."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pa_core.config import TrainConfig, VllmConfig
+from pa_core.errors import ConfigError
+
+PYTHON_VARIABLE = "PA_VLLM_PYTHON"
+DEFAULT_PYTHON = ".venv-vllm/bin/python"
+SERVED_NAME = "policy"
+
+
+def vllm_python(config: VllmConfig) -> Path:
+    """The interpreter of vLLM's environment.
+
+    Raises:
+        ConfigError: there is none where it should be.
+    """
+    chosen = config.python or os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON
+    path = Path(chosen).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"engine.vllm.python: there is no interpreter {path}; make vLLM's environment with `make vllm`, or name "
+            f"one that has vllm and this package with engine.vllm.python or ${PYTHON_VARIABLE}"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the config does not say: the model as vLLM finds it, and what it runs on.
+
+    Attributes:
+        model: folder or hub id; only structure is taken from it, weights come from the store.
+        context: tokens that the model can attend to.
+        on_cpu: whether there is no accelerator.
+    """
+
+    model: str
+    context: int
+    on_cpu: bool
+
+
+def command(config: TrainConfig, python: Path, place: Place, port: int) -> list[str]:
+    """The server's command line, listening on a loopback port. It has no secret in it."""
+    settings = config.engine.vllm
+    dtype = config.model.dtype if settings.dtype == "model" else settings.dtype
+    arguments = {
+        "--model": place.model,
+        "--served-model-name": SERVED_NAME,
+        "--dtype": dtype,
+        "--host": "127.0.0.1",
+        "--port": port,
+        # Nothing may be generated before the first version of the store is loaded, so none is read from the model.
+        "--load-format": "dummy",
+        "--weight-transfer-config": json.dumps({"backend": config.engine.weight_transfer}),
+        "--worker-extension-cls": "pa_core.rollout.vllm_plugin.LoadedWeights",
+        "--middleware": "pa_core.rollout.vllm_guard.RunGuard",
+        "--logprobs-mode": "processed_logprobs",
+        # Sampling is what the run says, not what the model's authors recommend.
+        "--generation-config": "vllm",
+        "--max-num-seqs": settings.max_num_seqs,
+        "--tensor-parallel-size": settings.tensor_parallel,
+        "--gpu-memory-utilization": settings.gpu_memory_utilization,
+        "--max-model-len": settings.max_model_len or place.context,
+    }
+    flags = ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+    if place.on_cpu:
+        # Seeded sampling of a prompt that is prefilled in pieces fails on CPUs (vLLM 0.32: "CPU Generator does not
+        # use offset"); compilation takes minutes at every start and gains a few percent.
+        arguments["--max-num-batched-tokens"] = settings.max_model_len or place.context
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
+    if config.model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    pairs = [str(part) for pair in arguments.items() for part in pair]
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *settings.extra_args]
+
+
+def environment(config: TrainConfig, replica_index: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
+    """Variables of the server's process, beside the inherited ones (which carry the run's key).
+
+    Args:
+        replica_index: number of the replica among ``engine.replicas``, from 0.
+        threads: CPU threads per worker.
+        cores: this machine's cores.
+    """
+    settings = config.engine.vllm
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights; the guard stands before them
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))),
+        "VLLM_CPU_OMP_THREADS_BIND": _binding(replica_index, settings.tensor_parallel, threads, cores),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if settings.devices is not None:
+        devices = settings.devices[replica_index]
+        variables |= {"CUDA_VISIBLE_DEVICES": devices, "ASCEND_RT_VISIBLE_DEVICES": devices}
+    return variables
+
+
+def _binding(replica_index: int, workers: int, threads: int, cores: Sequence[int]) -> str:
+    """Cores of each worker, ``3|2``-like: counted from the last core down, so that the trainer keeps the first ones."""
+    wanted = workers * threads
+    first = replica_index * wanted
+    mine = [cores[-1 - (first + number) % len(cores)] for number in range(wanted)]
+    groups = [sorted(set(mine[start : start + threads])) for start in range(0, wanted, threads)]
+    return "|".join(",".join(map(str, group)) for group in groups)
