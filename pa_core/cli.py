@@ -179,6 +179,48 @@ def bench_overlap(
     _emit(result, as_json, render(result))
 
 
+@bench.command("engine")
+def bench_engine(
+    config: Annotated[Path, typer.Argument(help="Config whose model is served.")] = Path("configs/quickstart.yaml"),
+    overrides: Overrides = None,
+    sequences: Annotated[int, typer.Option(help="Responses in flight at once.")] = 64,
+    group_size: Annotated[int, typer.Option(help="K: samples per prompt, for the second figure.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Lp.")] = 64,
+    response_tokens: Annotated[int, typer.Option(help="Lr.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds per client; the median counts.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Tokens/s of one vLLM replica: through the pool, and by vLLM's own benchmark client on the same server."""
+    from pa_core.bench.engine import render, run
+
+    result = run(
+        config,
+        overrides or [],
+        sequences=sequences,
+        group_size=group_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        repeats=repeats,
+    )
+    _emit(result, as_json, render(result))
+
+
+@bench.command("handover")
+def bench_handover(
+    config: Annotated[Path, typer.Argument(help="Config whose model is handed over.")] = Path(
+        "configs/quickstart.yaml"
+    ),
+    overrides: Overrides = None,
+    repeats: Annotated[int, typer.Option(help="Versions handed over; the median counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """From optimizer step to first token of the new version on a vLLM replica, against a plain copy of the bytes."""
+    from pa_core.bench.handover import render, run
+
+    result = run(config, overrides or [], repeats)
+    _emit(result, as_json, render(result))
+
+
 @bench.command("equivalence")
 def bench_equivalence(
     run_url: Annotated[str, typer.Argument(help="A finished run whose kept rollouts are trained on again.")],
