@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from pa_core.rollout.fabric import FabricTransfer
 
 
+KEEP_ALIVE_S = 2.0
+"""Seconds that an idle connection is kept: fewer than any server (vLLM: 5), or a request could meet its closing."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The one session for all replicas of a pool, without a total time-out: deadlines belong to the pool."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+    )
+
+
 class Connect(Protocol):
     """How a pool gets a client for a replica: :func:`connect`, or what a test puts in its place."""
 

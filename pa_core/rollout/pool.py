@@ -12,7 +12,7 @@ import aiohttp
 from pa_core.config import EngineConfig
 from pa_core.errors import EngineError
 from pa_core.rollout.client import ReplicaLost
-from pa_core.rollout.connect import Connect, connect
+from pa_core.rollout.connect import Connect, connect, open_session
 from pa_core.rollout.dispatch import Dispatcher
 from pa_core.rollout.gate import Gate, LoadAck
 from pa_core.rollout.hedge import Flight, Hedger
@@ -121,8 +121,7 @@ class ReplicaPool:
             EngineError: a replica died at start for good (exit code and the end of its log are named), or none is
                 there after ``engine.startup_timeout_s``.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = open_session()
         try:
             await self._members.start(self._session)
         except BaseException:

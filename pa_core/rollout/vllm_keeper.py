@@ -20,11 +20,10 @@ import uuid
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import aiohttp
-
 from pa_core.config import ModelConfig, TrainConfig
 from pa_core.errors import EngineError, UserError
 from pa_core.rollout.client import PROBE_TIMEOUT_S
+from pa_core.rollout.connect import open_session
 from pa_core.rollout.process import ChildProcess, fair_threads, spawn, watch_parent
 from pa_core.rollout.protocol import required_key
 from pa_core.rollout.server import HEARTBEAT_S, read_run_config
@@ -153,7 +152,7 @@ async def _keep(store: ObjectStore, config: TrainConfig, replica_id: str, api_ke
     url = f"http://127.0.0.1:{port}"
     server = start_server(config, place, port, log_folder / f"{replica_id}.vllm.log")
     try:
-        async with aiohttp.ClientSession() as session:
+        async with open_session() as session:
             client = VllmReplicaClient(session, replica_id, url, api_key, store.url)
             await Keeper(replica_id, ReplicaRegistry(store), client, url).keep(server, stop)
     finally:

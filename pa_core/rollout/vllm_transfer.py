@@ -8,6 +8,7 @@ by layer: beyond the files (in place on a local store, temporary copies otherwis
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class StoreWeightTransfer(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
                 the weights are torn and :attr:`loaded` is None; in the others they are the old ones.
         """
         weights = WeightStore(ObjectStore.open(update_info.store_url))
-        with weights.verified(update_info.version) as (manifest, paths):
+        with _every_core(), weights.verified(update_info.version) as (manifest, paths):
             if manifest.weights_sha256 != update_info.weights_sha256:
                 raise StoreError(
                     f"version {manifest.version} has digest {manifest.weights_sha256}, not the expected "
@@ -112,6 +113,20 @@ class StoreWeightTransfer(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
                 f"among them {', '.join(sorted(missing)[:3])}"
             )
         self.loaded = {"version": manifest.version, "weights_sha256": manifest.weights_sha256}
+
+
+@contextlib.contextmanager
+def _every_core() -> Iterator[None]:
+    """Let this thread, and those it starts, use all cores: nothing is generated meanwhile, and digests take time."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def _by_layer(manifest: Manifest, paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:

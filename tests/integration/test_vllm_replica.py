@@ -22,6 +22,7 @@ from pa_core.config import EngineConfig, parse_config
 from pa_core.errors import EngineError
 from pa_core.loop.run import Run
 from pa_core.model.loading import LoadedModel, load_policy
+from pa_core.rollout.connect import open_session
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet
 from pa_core.rollout.protocol import GenerateRequest, Generation
@@ -66,7 +67,7 @@ class Server:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[VllmReplicaClient]:
-        async with aiohttp.ClientSession() as session:
+        async with open_session() as session:
             yield VllmReplicaClient(session, "r0", self.url, self.replicas.api_key, self.run.url)
 
     def with_client(self, test: Callable[[VllmReplicaClient], Awaitable[None]]) -> None:
@@ -316,8 +317,9 @@ def test_a_server_that_accepts_and_never_answers_is_found_by_the_deadline(server
         try:
             for worker in workers:
                 worker.send_signal(signal.SIGSTOP)
-            with pytest.raises(EngineError, match=r"r0.*engine\.request_timeout_s=4"):
-                await pool.load(2)
+            await pool.load(2)  # whoever keeps the server may start it again, so this alone is no error
+            assert "did not load version 2 within engine.request_timeout_s=4 s" in pool.dead["r0"]
+            assert pool.versions == {}
         finally:
             for worker in workers:
                 worker.send_signal(signal.SIGCONT)
@@ -351,20 +353,28 @@ def test_in_bfloat16_too_and_a_server_started_on_the_weights_agrees(
     async def test(run: Run, replicas: ReplicaSet, url: str) -> None:
         weights = WeightStore(run.store)
         weights.publish(1, model.state_dict())
-        async with aiohttp.ClientSession() as session:
+        async with open_session() as session:
             client = VllmReplicaClient(session, "r0", url, replicas.api_key, run.url)
             fresh = await answers(client, 1)
             weights.publish(2, load_policy(config.model).model.state_dict())
             for version in (2, 1):
                 await client.load(version, weights.require(version).weights_sha256)
             assert await answers(client, 1) == fresh
-            gaps = []
+            ours, theirs = [], []
             for question in QUESTIONS:
+                prompt = server.prompt(question)
                 for generation in (await client.generate(server.request(1, question))).generations:
-                    gaps.append(np.abs(logprobs(model, server.prompt(question), generation) - generation.logprobs))
-        gap = np.concatenate(gaps)
+                    exact = logprobs(exact_model, prompt, generation)
+                    ours.append(np.abs(generation.logprobs - exact))
+                    theirs.append(np.abs(logprobs(model, prompt, generation) - exact))
+                    gaps.append(np.abs(logprobs(model, prompt, generation) - generation.logprobs))
+        gap, rounding = np.concatenate(gaps), np.concatenate(theirs).mean()
         print(f"bf16: mean |difference| {gap.mean():.2e}, max {gap.max():.2e} over {len(gap)} tokens")
-        assert gap.mean() < 0.05
+        # Both round to bf16, in different places; neither may be further from the exact values than that explains.
+        assert np.concatenate(ours).mean() < 2 * rounding
+        assert gap.mean() < 2 * rounding
 
+    exact_model = server.reference(1)
+    gaps: list[np.ndarray] = []
     with started(config) as (run, replicas, records):
         asyncio.run(test(run, replicas, records["r0"].url))
