@@ -37,7 +37,7 @@ vllm: .venv-vllm/.installed ## make vLLM's own environment in .venv-vllm (VLLM=v
 demo: install   ## train the quickstart through Prefect into MLflow, then report (ARGS="seed=1" overrides)
 	$(BIN)/python -m flows.train $(CONFIG) $(ARGS)
 
-test: install   ## the whole test suite (ARGS="-k flows" chooses)
+test: install vllm   ## the whole test suite (ARGS="-k flows" chooses)
 	$(BIN)/python -m pytest $(ARGS)
 
 up: install     ## start Prefect, MLflow and the deployments here; prints their addresses

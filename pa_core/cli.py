@@ -117,13 +117,26 @@ def evaluate(
 @app.command()
 def serve(
     run_url: Annotated[str, typer.Option(help="The run to serve.")],
-    replica_id: Annotated[str, typer.Option(help="Name of this replica, e.g. r0.")],
+    replica_id: Annotated[str, typer.Option(help="Name of this replica, e.g. r7; one that no other replica has.")],
     as_json: Json = False,
 ) -> None:
-    """Run one inference replica of a prepared run until it is told to stop; PA_API_KEY holds the run's key."""
-    from pa_core.rollout.server import serve_replica
+    """Add one inference replica to a run, now or while it trains, until it is told to stop.
 
-    serve_replica(run_url, replica_id)
+    PA_API_KEY holds the run's key: set it to one of your own before `pa train`, and here. The replica is of the
+    engine that the run is configured with; it needs the run's store, and gets work once it has loaded the current
+    version.
+    """
+    from pa_core.loop.run import open_run
+
+    run = open_run(run_url)
+    if run.config.engine.kind == "vllm":
+        from pa_core.rollout.vllm_keeper import keep_replica
+
+        keep_replica(run.url, replica_id, run.log_folder)
+    else:
+        from pa_core.rollout.server import serve_replica
+
+        serve_replica(run.url, replica_id)
     _emit({"replica": replica_id, "run_url": run_url}, as_json, f"replica {replica_id} stopped")
 
 

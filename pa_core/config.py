@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pa_core.errors import ConfigError
 
@@ -70,6 +70,25 @@ class ModelConfig(Section):
         "shared_prompt", description="Compute a prompt once for its K responses, or once per response."
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with a hub repository.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: W + alpha / rank · B A, of which only A and B are trained and handed over."""
+
+    rank: int = Field(16, ge=1, description="Rank of B A.")
+    alpha: float = Field(32.0, gt=0, description="B A is scaled by alpha / rank.")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Linear layers that get an adapter, e.g. [q_proj, v_proj]; all-linear: all but the head.",
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = value if isinstance(value, list) else []
+        if value != "all-linear" and not (names and all(isinstance(name, str) and name for name in names)):
+            raise ValueError(f"expected all-linear or a list of module names such as [q_proj, v_proj], got {value!r}")
+        return value
 
 
 class DataConfig(Section):
@@ -302,6 +321,7 @@ class TrainConfig(Section):
     group_size: int = Field(8, ge=1, description="K: samples per prompt.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Periodic or sync.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters only; null trains every weight.")
     data: DataConfig = Field(description="Training prompts.")
     rewards: list[RewardConfig] = Field(
         default_factory=lambda: [RewardConfig(name="exact")], min_length=1, description="Reward functions."
@@ -335,6 +355,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"optimizer.steps_per_iteration={self.optimizer.steps_per_iteration} must divide "
                 f"prompts_per_iteration={self.prompts_per_iteration}"
+            )
+        if self.lora is not None and self.engine.weight_transfer != "fsspec":
+            raise ValueError(
+                f"engine.weight_transfer={self.engine.weight_transfer} sends whole models; with lora use "
+                "engine.weight_transfer=fsspec, which hands over the adapter alone"
             )
         names = [reward.name for reward in self.rewards]
         if len(set(names)) != len(names):

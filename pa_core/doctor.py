@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from pa_core.config import TrainConfig
-from pa_core.errors import UserError
+from pa_core.config import TrainConfig, VllmConfig
+from pa_core.errors import ConfigError, UserError
 
 REQUIRED = ("torch", "transformers", "mlflow", "fsspec", "pyarrow", "pydantic", "reasoning-gym", "math-verify")
 OPTIONAL = {
@@ -24,6 +25,14 @@ OPTIONAL = {
     "s3fs": "stores on s3://: pip install s3fs",
     "torch-npu": "Ascend NPUs: pip install torch-npu on a machine that has them",
 }
+
+
+_VLLM_PROBE = """
+from importlib.metadata import distribution, entry_points, packages_distributions
+[plugin] = entry_points(group="vllm.general_plugins", name="periodic_asynchrony")
+name = packages_distributions()["vllm"][0]
+print(name, distribution(name).version)
+"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ def diagnose(config: TrainConfig | None) -> list[Check]:
     checks += [_package(name, fix) for name, fix in OPTIONAL.items()]
     checks += _devices()
     checks.append(Check("engine: embedded", "ok", "transformers, in processes of its own"))
+    checks.append(_vllm(config))
     if config is not None:
         checks += [
             _try("store", config.store.url, lambda: _probe_store(config.store.url)),
@@ -59,6 +69,22 @@ def _package(name: str, optional_for: str | None) -> Check:
         if optional_for is not None:
             return Check(name, "absent", "not installed", optional_for)
         return Check(name, "missing", "not installed", f"pip install {name}")
+
+
+def _vllm(config: TrainConfig | None) -> Check:
+    """vLLM's own environment: needed where the config says so, optional otherwise."""
+    from pa_core.rollout.vllm_command import vllm_python
+
+    wanted = config is not None and config.engine.kind == "vllm"
+    try:
+        python = vllm_python(config.engine.vllm if config is not None else VllmConfig())
+    except ConfigError as error:
+        return Check("engine: vllm", "missing" if wanted else "absent", str(error), "make vllm")
+    found = subprocess.run([str(python), "-c", _VLLM_PROBE], capture_output=True, text=True, timeout=60, check=False)
+    if found.returncode:
+        reason = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Check("engine: vllm", "missing", f"{python}: {reason}", "make vllm")
+    return Check("engine: vllm", "ok", f"{found.stdout.strip()} by {python}")
 
 
 def _devices() -> list[Check]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from pa_core.objective.advantages import batch_advantages
 from pa_core.objective.conventions import resolve_advantage
 from pa_core.objective.losses import MetricSums, denominator, grpo_loss, needs_forward
 from pa_core.records import Group
+
+if TYPE_CHECKING:
+    from pa_core.model.adapters import Adapter
 
 
 def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
@@ -36,12 +39,23 @@ def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> floa
     return 1.0
 
 
+def _adapter(config: TrainConfig, policy: Any) -> Adapter | None:
+    """The adapter that ``config.lora`` asks for, now part of ``policy``."""
+    if config.lora is None:
+        return None
+    # Imported here because peft takes seconds, which other runs need not wait for.
+    from pa_core.model.adapters import Adapter
+
+    return Adapter(policy, config.lora, config.seed)
+
+
 class Learner:
     """Policy, optimizer and the running sums of one iteration.
 
     Attributes:
         version: policy version that the weights are.
         steps: optimizer steps since the run began, those without a gradient included.
+        adapter: what is trained with LoRA; None when all weights are.
         torn: whether the weights lie between two versions, because an iteration of several steps is under way.
     """
 
@@ -49,15 +63,19 @@ class Learner:
         self.config = config
         self.version = 0
         self.torn = False
+        self.adapter = _adapter(config, policy)
         self.tri = TriModel(
             policy,
             config.model.attention,
             with_reference=config.objective.beta > 0,
             with_old=config.optimizer.steps_per_iteration > 1,
+            adapter=self.adapter,
         )
         settings = config.optimizer
         self._convention = resolve_advantage(config.objective.advantage)
-        self._parameters = dict(self.tri.policy.named_parameters())
+        self._parameters: dict[str, torch.nn.Parameter] = (
+            dict(self.tri.policy.named_parameters()) if self.adapter is None else self.adapter.parameters
+        )
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=settings.learning_rate,
@@ -153,7 +171,9 @@ class Learner:
         self.torn = False
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's state, by name; tensors are the live ones."""
+        """What is trained, by name: the policy's state or its adapter's; tensors are the live ones."""
+        if self.adapter is not None:
+            return self.adapter.tensors()
         state: dict[str, Tensor] = self.tri.policy.state_dict()
         return state
 
@@ -190,7 +210,10 @@ class Learner:
 
     def restore(self, version: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], steps: int) -> None:
         """Continue from a checkpoint: policy, optimizer, schedule and random generator."""
-        self.tri.policy.load_state_dict(weights)
+        if self.adapter is not None:
+            self.adapter.load(weights)
+        else:
+            self.tri.policy.load_state_dict(weights)
         for name, parameter in self._parameters.items():
             prefix = f"{name}/"
             state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}

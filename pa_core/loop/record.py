@@ -116,7 +116,7 @@ class Recorder:
         """Log iteration ``t`` in one batch, with its times and, now and then, a table of rollouts."""
         _, start, end = self._windows[-1]
         spans = self._services.timeline.spans(start, end)
-        times = iteration_times(spans, start, end, self._services.replica_ids)
+        times = iteration_times(spans, start, end, self._services.replicas(spans))
         tokens = sum(len(sample) for group in groups for sample in group.samples)
         staleness = max(t - version for group in groups for sample in group.samples for version, _ in sample.versions)
         self.records.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from pa_core.rollout.process import ReplicaSet, fair_threads
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.store.rollouts import RolloutBuffer
 from pa_core.store.weights import WeightStore
-from pa_core.tracking.timeline import Timeline
+from pa_core.tracking.timeline import Span, Timeline
 
 
 def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context_limit: int) -> PromptSet:
@@ -98,17 +99,17 @@ class Services:
         self.timeline = Timeline()
         fabric = config.engine.weight_transfer != "fsspec"
         self.fabric = FabricTransfer(config.engine, self.model.model) if fabric else None
-        self.replica_ids = [f"r{index}" for index in range(config.engine.replicas)]
-        pool = ReplicaPool(
+        self._expected = [f"r{index}" for index in range(config.engine.replicas)]
+        self._pool = ReplicaPool(
             run.store,
-            self.replica_ids,
+            self._expected,
             replicas.api_key if replicas else _key_from_environment(),
             config.engine,
             replicas.processes if replicas else None,
             partial(connect, fabric=self.fabric),
         )
         self.producer = Producer(
-            pool,
+            self._pool,
             self.rewards,
             self.buffer,
             self.timeline,
@@ -129,6 +130,11 @@ class Services:
         if self.fabric is not None:
             self.fabric.close()
         self.rewards.close()
+
+    def replicas(self, spans: Iterable[Span]) -> list[str]:
+        """The replicas that serve now and those that worked in ``spans``: they come and go."""
+        worked = {span.lane for span in spans if span.name in ("generate", "load")}
+        return sorted(worked | set(self._pool.versions)) or self._expected
 
     def _decode(self, token_ids: NDArray[np.int32]) -> str:
         return str(self.model.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -26,6 +26,7 @@ from pa_core.records import Group, Prompt
 from pa_core.rollout.process import ReplicaSet
 from pa_core.store.checkpoints import CheckpointStore
 from pa_core.store.ledger import Ledger
+from pa_core.store.policy import AdapterTable, PolicyReader
 from pa_core.tracking.summary import RunSummary
 from pa_core.tracking.timeline import TRAIN
 
@@ -60,12 +61,15 @@ class Trainer:
         self.cursor: dict[str, Any] = self.stream.state()
         self.prompts: list[Prompt] = []
         self.weights_sha256 = ""
+        self.adapter_table: AdapterTable | None = None
+        self.version_files = self.services.model_files
 
     def run(self) -> RunSummary:
         """Train to the end. Raises what stopped it, after the MLflow run got its final status."""
         with self.services, self.recorder:
             try:
                 self._restore()
+                self._publish_base()
                 self._publish()
                 self.services.producer.start(self.config.engine.startup_timeout_s)
                 return self._train()
@@ -87,6 +91,7 @@ class Trainer:
                 self._begin(t + 1)
             self._book(t, groups)
         self._evaluate()
+        self._fold()
         return self.recorder.finish(self.weights_sha256)
 
     def _begin(self, t: int) -> None:
@@ -139,10 +144,20 @@ class Trainer:
                 self.services.fabric.withdraw()
             self.learner.step()
 
+    def _publish_base(self) -> None:
+        """With LoRA: store the weights that are not trained, once per run; versions hold the adapter from then on."""
+        adapter = self.learner.adapter
+        if adapter is not None:
+            base = self.services.weights.base.publish(0, adapter.base_tensors(), self.services.model_files)
+            self.adapter_table = AdapterTable(base.weights_sha256, adapter.scaling, adapter.pairs)
+            self.version_files = adapter.files()
+
     def _publish(self) -> None:
         version = self.learner.version
         with self.services.timeline.span("publish", TRAIN, max(0, version - 1), version=version):
-            manifest = self.services.weights.publish(version, self.learner.weights(), self.services.model_files)
+            manifest = self.services.weights.publish(
+                version, self.learner.weights(), self.version_files, self.adapter_table
+            )
         self.weights_sha256 = manifest.weights_sha256
         if self.services.fabric is not None:
             self.services.fabric.offer(version)
@@ -159,6 +174,12 @@ class Trainer:
             range(self.learner.version - self.config.store.keep_versions + 1, self.learner.version + 1)
         )
         self.services.weights.retain(kept)
+
+    def _fold(self) -> None:
+        """With LoRA: make the model in memory the whole final policy, exactly as replicas have it."""
+        if self.learner.adapter is not None:
+            with PolicyReader(self.services.weights).open(self.learner.version) as delivery:
+                self.learner.adapter.fold(delivery.read)
 
     def _evaluate(self) -> None:
         held_out = self.services.problems.held_out

@@ -4,6 +4,9 @@ Periodic Asynchrony (arXiv 2511.18871) calls this the tri-model. All three run o
 they differ by their weights only. With one optimizer step per iteration the old policy *is* the policy, and its
 log-probabilities are the policy's own, detached: the ratio is exactly 1 and a forward pass is saved.
 
+With LoRA there is one model: the reference is the policy with its adapter off, the old policy the policy with the
+adapter's tensors as they were.
+
 Models stay in evaluation mode, the policy included: log-probabilities must be those of the distribution that was
 sampled from, hence no dropout. Gradients flow regardless. Do not call ``train()`` on them.
 """
@@ -11,7 +14,9 @@ sampled from, hence no dropout. Gradients flow regardless. Do not call ``train()
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +27,9 @@ from pa_core.model.attention import ATTENTION_NAME, require_exact, require_windo
 from pa_core.model.logprobs import token_logprobs
 from pa_core.model.packing import Attention, PackedBatch, TrainGroup, micro_batches, pack
 from pa_core.model.selfcheck import check_logprobs
+
+if TYPE_CHECKING:  # peft takes seconds to import, which only runs with an adapter should wait for
+    from pa_core.model.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,11 @@ class TriModel:
 
     The reference and the snapshot are copies of ``policy`` as it is at construction; so construct from the initial
     model, and load a checkpoint's weights into :attr:`policy` afterwards.
+
+    Attributes:
+        policy: the model that is trained.
+        reference: the model of the KL term, or None; with an adapter the policy itself.
+        old: the model of the old policy, or None while that is the policy; with an adapter the policy itself.
     """
 
     def __init__(
@@ -63,12 +76,15 @@ class TriModel:
         with_reference: bool = False,
         with_old: bool = False,
         self_check: bool = True,
+        adapter: Adapter | None = None,
     ) -> None:
         """Prepare ``policy`` in place for the chosen attention and check it against its own forward.
 
         Args:
             with_reference: keep a frozen copy for the KL term (``objective.beta`` > 0).
             with_old: keep a snapshot as old policy (``optimizer.steps_per_iteration`` > 1).
+            adapter: the adapter inside ``policy`` that is trained instead of its weights; nothing is copied then
+                but, for the old policy, the adapter's tensors.
 
         Raises:
             ModelError: when log-probabilities would not be the model's own; names the setting to change.
@@ -90,8 +106,12 @@ class TriModel:
             self.self_check_difference = check_logprobs(
                 policy, attention, lambda batch: self._forward(policy, batch, 1.0)[0]
             )
-        self.reference = _frozen_copy(policy) if with_reference else None
-        self.old = _frozen_copy(policy) if with_old else None
+        kept = policy if adapter is not None else None
+        self.reference = (kept or _frozen_copy(policy)) if with_reference else None
+        self.old = (kept or _frozen_copy(policy)) if with_old else None
+        self._adapter = adapter
+        self._old_adapter: dict[str, Tensor] = {}
+        self.snapshot_old()
 
     def micro_batches(self, groups: list[TrainGroup], token_budget: int) -> list[PackedBatch]:
         """Packed micro-batches of at most ``token_budget`` computed tokens, on the policy's device."""
@@ -102,9 +122,12 @@ class TriModel:
         """The three log-probabilities of one micro-batch; ``temperature`` is the sampling temperature."""
         frozen: dict[str, Tensor | None] = {"old": None, "reference": None}
         with torch.no_grad():
-            for name, model in (("old", self.old), ("reference", self.reference)):
-                if model is not None:
-                    frozen[name] = self._forward(model, batch, temperature)[0]
+            if self.old is not None:
+                with self._as_old():
+                    frozen["old"] = self._forward(self.old, batch, temperature)[0]
+            if self.reference is not None:
+                with self._as_reference():
+                    frozen["reference"] = self._forward(self.reference, batch, temperature)[0]
         policy, entropy = self._forward(self.policy, batch, temperature)
         old = frozen["old"]
         return TriLogprobs(policy, policy.detach() if old is None else old, frozen["reference"], entropy)
@@ -114,8 +137,19 @@ class TriModel:
         """Make the old policy equal to the policy, at the start of an iteration. Nothing to do without a snapshot."""
         if self.old is None:
             return
+        if self._adapter is not None:
+            self._old_adapter = {name: tensor.clone() for name, tensor in self._adapter.tensors().items()}
+            return
         for kept, current in zip(self.old.parameters(), self.policy.parameters(), strict=True):
             kept.copy_(current)
+
+    def _as_old(self) -> AbstractContextManager[None]:
+        """While open, :attr:`old` is the old policy."""
+        return nullcontext() if self._adapter is None else self._adapter.swapped(self._old_adapter)
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """While open, :attr:`reference` is the reference."""
+        return nullcontext() if self._adapter is None else self._adapter.off()
 
     def _forward(self, model: PreTrainedModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy, ``[T]`` each."""

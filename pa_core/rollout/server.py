@@ -222,16 +222,17 @@ def build_engine(store: ObjectStore, config: TrainConfig, replica_id: str) -> En
 
     from pa_core.model.loading import load_policy
     from pa_core.rollout.embedded import EmbeddedEngine
+    from pa_core.store.policy import PolicyReader
     from pa_core.store.weights import WeightStore
 
     # A log file is no terminal.
     disable_progress_bar()
     loaded = load_policy(config.model)
-    weights = WeightStore(store)
+    reader = PolicyReader(WeightStore(store))
     targets = loaded.model.state_dict()
 
     def load_weights(version: int) -> str:
-        return weights.load_into(version, targets).weights_sha256
+        return reader.load_into(version, targets).weights_sha256
 
     return EmbeddedEngine(
         loaded.model,

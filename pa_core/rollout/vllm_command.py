@@ -51,7 +51,7 @@ def command(config: TrainConfig, python: Path, place: Place, port: int) -> list[
     """The server's command line, listening on a loopback port. It has no secret in it."""
     settings = config.engine.vllm
     dtype = config.model.dtype if settings.dtype == "model" else settings.dtype
-    arguments = {
+    arguments: dict[str, str | int | float] = {
         "--model": place.model,
         "--served-model-name": SERVED_NAME,
         "--dtype": dtype,
@@ -76,7 +76,7 @@ def command(config: TrainConfig, python: Path, place: Place, port: int) -> list[
         # use offset"); compilation takes minutes at every start and gains a few percent.
         arguments["--max-num-batched-tokens"] = settings.max_model_len or place.context
         flags += ["--no-enable-chunked-prefill", "--enforce-eager"]
-        # Whole blocks of a prompt are shared by its K samples; the default of 128 tokens shares nothing of most prompts.
+        # A prompt's K samples share its whole blocks: of the default's 128 tokens, most prompts have not one.
         arguments["--block-size"] = 32
     if config.model.trust_remote_code:
         flags.append("--trust-remote-code")

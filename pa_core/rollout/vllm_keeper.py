@@ -101,7 +101,8 @@ class Keeper:
         finally:
             beat.cancel()
             await asyncio.gather(beat, return_exceptions=True)
-            await asyncio.to_thread(self._registry.withdraw, self._id)
+        # Only one that was asked to stop leaves; one whose server died must be seen to have died.
+        await asyncio.to_thread(self._registry.withdraw, self._id)
 
     async def _beat(self, server: ChildProcess) -> None:
         """A heartbeat for every time the server answers; before its first answer, what it is busy with."""

@@ -12,11 +12,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,7 +25,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from pa_core.errors import StoreError
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import Manifest, WeightStore
+from pa_core.store.policy import Delivery, PolicyReader, layer_of
+from pa_core.store.weights import WeightStore
 
 
 @dataclass
@@ -66,6 +65,8 @@ class StoreWeightTransfer(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.loaded: dict[str, Any] | None = None
+        self._readers: dict[str, PolicyReader] = {}
+        self._layers_by_name = False
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Nothing to set up."""
@@ -92,27 +93,47 @@ class StoreWeightTransfer(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
             StoreError: it is missing, damaged, has another digest, or does not cover the model. In the last case
                 the weights are torn and :attr:`loaded` is None; in the others they are the old ones.
         """
-        weights = WeightStore(ObjectStore.open(update_info.store_url))
-        with _every_core(), weights.verified(update_info.version) as (manifest, paths):
+        reader = self._reader(update_info.store_url)
+        with _every_core(), reader.open(update_info.version, whole=not self._layers_by_name) as delivery:
+            manifest = delivery.manifest
             if manifest.weights_sha256 != update_info.weights_sha256:
                 raise StoreError(
                     f"version {manifest.version} has digest {manifest.weights_sha256}, not the expected "
                     f"{update_info.weights_sha256}"
                 )
             self.loaded = None
-            wanted = {name for name, _ in self.model.named_parameters()}
+            wanted = self._wanted(delivery)
             initialize_layerwise_reload(self.model)
             try:
-                done = self.model.load_weights(_by_layer(manifest, paths))
+                done = self.model.load_weights(_by_layer(delivery))
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
-        missing = wanted - (wanted if done is None else set(done))
-        if missing:
-            raise StoreError(
-                f"version {manifest.version} does not cover the model: {len(missing)} parameters were not loaded, "
-                f"among them {', '.join(sorted(missing)[:3])}"
-            )
+            missing = wanted - (wanted if done is None else set(done))
+            if missing:
+                raise StoreError(
+                    f"version {manifest.version} does not cover the model: {len(missing)} parameters were not loaded, "
+                    f"among them {', '.join(sorted(missing)[:3])}"
+                )
         self.loaded = {"version": manifest.version, "weights_sha256": manifest.weights_sha256}
+
+    def _reader(self, store_url: str) -> PolicyReader:
+        """The reader of a run, which remembers what this model has; only one run's can be right about that."""
+        if store_url not in self._readers:
+            self._readers = {store_url: PolicyReader(WeightStore(ObjectStore.open(store_url)), whole_layers=True)}
+        return self._readers[store_url]
+
+    def _wanted(self, delivery: Delivery) -> set[str]:
+        """The model's parameters that a delivery has to load: all, or those of the layers it has.
+
+        Also finds out whether vLLM gives the layers their published names; otherwise parameters of a layer cannot be
+        told, and every delivery has to be whole.
+        """
+        parameters = {name: layer_of(name) for name, _ in self.model.named_parameters()}
+        layers = {layer_of(name) for name in delivery.table.entries}
+        if not delivery.whole:
+            return {name for name, layer in parameters.items() if layer in layers}
+        self._layers_by_name = layers - {None} <= set(parameters.values())
+        return set(parameters)
 
 
 @contextlib.contextmanager
@@ -129,14 +150,11 @@ def _every_core() -> Iterator[None]:
         os.sched_setaffinity(0, bound)
 
 
-def _by_layer(manifest: Manifest, paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _by_layer(delivery: Delivery) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors by their published names, in the order of the layers; tied ones under each of their names."""
-    names = {name: name for name in manifest.table.entries} | dict(manifest.table.tied)
-    with contextlib.ExitStack() as stack:
-        files = {path.name: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
-        for name in sorted(names, key=_natural):
-            owner = names[name]
-            yield name, files[manifest.table.entries[owner].file].get_tensor(owner)
+    owners = {name: name for name in delivery.table.entries} | dict(delivery.table.tied)
+    for name in sorted(owners, key=_natural):
+        yield name, delivery.read(owners[name])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -7,6 +7,9 @@ Weights are published without fsync. A crash of the process cannot tear a versio
 before the manifest gets its name; only a power failure could leave a manifest over lost bytes, and the digests tell.
 A version that a checkpoint refers to is flushed by :meth:`WeightStore.sync`; the others are mostly replaced before
 the disk would have seen them.
+
+With LoRA, ``weights/base/v000000/`` holds the weights that are not trained, once per run, and a version holds its
+adapter only; its manifest's field ``adapter`` says what it adds to, and its digest covers the base's.
 """
 
 from __future__ import annotations
@@ -24,13 +27,12 @@ import torch
 
 from pa_core.errors import StoreError
 from pa_core.store.objects import ObjectStore
+from pa_core.store.policy import AdapterTable, PolicyReader
 from pa_core.store.shards import (
     Shard,
     StoredFile,
     TensorEntry,
     TensorTable,
-    dtype_name,
-    memory_of,
     plan_shards,
     read_shard,
     tensor_table,
@@ -40,6 +42,7 @@ from pa_core.store.shards import (
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
+BASE = "weights/base"
 SHARD_BYTES = 512 << 20
 
 
@@ -62,13 +65,16 @@ class Manifest:
         version: the policy version.
         files: every file, with size and digest.
         table: every tensor, with file, dtype and shape; tied names.
-        weights_sha256: one digest of all tensor files: equal weights in equal shards give equal digests.
+        weights_sha256: one digest of all tensor files: equal weights in equal shards give equal digests. That of an
+            adapter covers ``adapter`` too, hence its base: it stands for the whole policy.
+        adapter: what the tensors add to; None for a version that is whole by itself.
     """
 
     version: int
     files: tuple[StoredFile, ...]
     table: TensorTable
     weights_sha256: str
+    adapter: AdapterTable | None = None
 
     @property
     def shards(self) -> list[StoredFile]:
@@ -88,24 +94,48 @@ class Manifest:
             for name, entry in tree["table"]["entries"].items()
         }
         files = tuple(StoredFile(**file) for file in tree["files"])
-        return cls(tree["version"], files, TensorTable(entries, tree["table"]["tied"]), tree["weights_sha256"])
+        adapter = tree.get("adapter")
+        if adapter is not None:
+            pairs = {name: (a, b) for name, (a, b) in adapter["pairs"].items()}
+            adapter = AdapterTable(adapter["base_sha256"], adapter["scaling"], pairs)
+        table = TensorTable(entries, tree["table"]["tied"])
+        return cls(tree["version"], files, table, tree["weights_sha256"], adapter)
 
 
-def _weights_digest(digests: list[str]) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+def _weights_digest(digests: list[str], adapter: AdapterTable | None) -> str:
+    text = "".join(digests) + ("" if adapter is None else json.dumps(asdict(adapter), sort_keys=True))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class WeightStore:
-    """Policy versions below a run's store."""
+    """Policy versions below a run's store.
 
-    def __init__(self, store: ObjectStore, shard_bytes: int = SHARD_BYTES) -> None:
-        self._store = store.child("weights")
+    Args:
+        store: the run's store.
+        shard_bytes: size of the files that tensors are split into.
+        folder: key prefix of the versions.
+    """
+
+    def __init__(self, store: ObjectStore, shard_bytes: int = SHARD_BYTES, folder: str = "weights") -> None:
+        self._run_store = store
+        self._store = store.child(folder)
         self._shard_bytes = shard_bytes
 
+    @property
+    def base(self) -> WeightStore:
+        """Where the weights are, as version 0, that the run's adapter versions add to. No retention touches it."""
+        return WeightStore(self._run_store, self._shard_bytes, BASE)
+
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, bytes] | None = None
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        extra: Mapping[str, bytes] | None = None,
+        adapter: AdapterTable | None = None,
     ) -> Manifest:
         """Store ``tensors`` (and ``extra`` files, for example ``config.json``) as ``version``.
+
+        With ``adapter`` they are an adapter's, and :attr:`base` must hold the weights that it names.
 
         Tensors are read in place, tied ones once, and must not change meanwhile. Publishing the same weights again
         is no error and writes nothing.
@@ -121,20 +151,22 @@ class WeightStore:
         shards, tied = plan_shards(tensors, self._shard_bytes)
         existing = self.manifest(version)
         if existing is not None:
-            return self._same(existing, _weights_digest([shard.digest() for shard in shards]))
+            return self._same(existing, _weights_digest([shard.digest() for shard in shards], adapter))
         # Names are unique per attempt: what a crashed or a competing publisher left never mixes with ours.
         attempt = uuid.uuid4().hex[:8]
         names = [
             f"model-{number:05d}-of-{len(shards):05d}-{attempt}.safetensors" for number in range(1, len(shards) + 1)
         ]
         try:
-            manifest = self._write(version, names, shards, tied, extra)
+            files = self._write(version, names, shards, extra)
+            digest = _weights_digest([file.sha256 for file in files[: len(shards)]], adapter)
+            manifest = Manifest(version, tuple(files), tensor_table(names, shards, tied), digest, adapter)
             self._store.publish(self._key(version, MANIFEST), manifest.to_json(), durable=False)
         except BaseException as error:
             winner = self._clean_up(version, names, list(extra), error)
             if winner is None or not isinstance(error, FileExistsError):
                 raise
-            return self._same(winner, _weights_digest([shard.digest() for shard in shards]))
+            return self._same(winner, _weights_digest([shard.digest() for shard in shards], adapter))
         self._point_to(version)
         return manifest
 
@@ -142,19 +174,14 @@ class WeightStore:
         self._store.publish(LATEST, json.dumps({"version": version}).encode(), exclusive=False, durable=False)
 
     def _write(
-        self,
-        version: int,
-        names: list[str],
-        shards: list[Shard],
-        tied: Mapping[str, str],
-        extra: Mapping[str, bytes],
-    ) -> Manifest:
+        self, version: int, names: list[str], shards: list[Shard], extra: Mapping[str, bytes]
+    ) -> list[StoredFile]:
+        """Write everything but the manifest; tensor files come first, in the order of ``shards``."""
         files = write_shards(self._store, version_name(version), names, shards, durable=False)
-        digest = _weights_digest([file.sha256 for file in files])
         for name, content in extra.items():
             self._store.publish(self._key(version, name), content, exclusive=False, durable=False)
             files.append(StoredFile(name, len(content), hashlib.sha256(content).hexdigest()))
-        return Manifest(version, tuple(files), tensor_table(names, shards, tied), digest)
+        return files
 
     def _clean_up(self, version: int, names: list[str], extra: list[str], error: BaseException) -> Manifest | None:
         """Remove what a failed attempt left; the manifest that another publisher has written meanwhile, if any."""
@@ -215,6 +242,13 @@ class WeightStore:
         """A version's manifest and local paths of its tensor files, once the digests of all of them agree."""
         manifest = self.require(version)
         with verified_files(self._store, version_name(version), manifest.shards) as paths:
+            digests = [file.sha256 for file in manifest.shards]
+            # What an adapter adds to, and how, is in no file whose digest would tell.
+            if manifest.adapter and manifest.weights_sha256 != _weights_digest(digests, manifest.adapter):
+                raise StoreError(
+                    f"store {self._store.url}: the manifest of version {version} does not have the digest that it "
+                    f"says; remove {version_name(version)} and publish it again"
+                )
             yield manifest, paths
 
     def shards(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -224,35 +258,33 @@ class WeightStore:
                 yield dict(read_shard(path))
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
-        """All tensors under all names they were published by (tied names give the same tensor), on the CPU."""
+        """All tensors under all names they were published by (tied names give the same tensor), on the CPU.
+
+        Of an adapter version these are the adapter's.
+        """
         manifest = self.require(version)
         tensors = {name: tensor for shard in self.shards(version) for name, tensor in shard.items()}
         return tensors | {name: tensors[owner] for name, owner in manifest.table.tied.items()}
 
     def load_into(self, version: int, targets: Mapping[str, torch.Tensor] | torch.nn.Module) -> Manifest:
-        """Copy a version into existing tensors, or a model's parameters and buffers, one tensor at a time.
+        """Copy a whole policy into existing tensors, or a model's parameters and buffers, one tensor at a time.
 
         Names, shapes, dtypes and digests are all checked before the first byte is copied, so a refused version
-        leaves the model as it was. A tied tensor counts as present under any of its names.
+        leaves the model as it was. A tied tensor counts as present under any of its names. An adapter is merged.
 
         Raises:
             StoreError: the version is missing or damaged, or does not fit ``targets``.
         """
-        places = _match(
-            self.require(version), targets.state_dict() if isinstance(targets, torch.nn.Module) else targets
-        )
-        with self.verified(version) as (manifest, paths), torch.no_grad():
-            for path in paths:
-                for name, tensor in read_shard(path):
-                    for target in places[name]:
-                        target.copy_(tensor)
-        return manifest
+        tensors = targets.state_dict() if isinstance(targets, torch.nn.Module) else targets
+        return PolicyReader(self).load_into(version, tensors)
 
     def sync(self, version: int) -> None:
-        """Flush a version to the disk, so that it survives a power failure."""
-        for file in self.require(version).files:
-            self._store.sync(self._key(version, file.name))
-        self._store.sync(self._key(version, MANIFEST))
+        """Flush a version to the disk, with the base it adds to, so that it survives a power failure."""
+        manifest = self.require(version)
+        for name in (*(file.name for file in manifest.files), MANIFEST):
+            self._store.sync(self._key(version, name))
+        if manifest.adapter is not None:
+            self.base.sync(0)
 
     def retain(self, keep: set[int]) -> list[int]:
         """Remove every version but ``keep``, and what crashed publishers left; the removed versions, in order."""
@@ -281,34 +313,3 @@ class WeightStore:
         """Remove one version, manifest first, so that no reader takes it for whole."""
         self._store.delete(self._key(version, MANIFEST))
         self._store.delete(version_name(version))
-
-
-def _match(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Where each stored tensor goes. Names that share memory are one place and need one source."""
-    table = manifest.table
-    places: dict[str, list[torch.Tensor]] = {name: [] for name in table.entries}
-    sources: dict[tuple[object, ...], str] = {}
-    unmatched = []
-    problems = []
-    for name, target in targets.items():
-        owner = table.tied.get(name, name)
-        if owner not in table.entries:
-            unmatched.append(name)
-            continue
-        entry = table.entries[owner]
-        if (entry.shape, entry.dtype) != (tuple(target.shape), dtype_name(target.dtype)):
-            problems.append(
-                f"{name} is {entry.dtype}{list(entry.shape)} there and "
-                f"{dtype_name(target.dtype)}{list(target.shape)} in the model"
-            )
-        source = sources.setdefault(memory_of(target), owner)
-        if source != owner:
-            problems.append(f"{name} and {source} are one tensor in the model and two there")
-        elif not any(place is target for place in places[owner]):
-            places[owner].append(target)
-    problems += [f"{name} is not in it" for name in unmatched if memory_of(targets[name]) not in sources]
-    problems += [f"{name} is not in the model" for name, found in places.items() if not found]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise StoreError(f"policy version {manifest.version} does not fit the model: {shown}")
-    return places

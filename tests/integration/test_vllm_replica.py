@@ -206,6 +206,23 @@ def test_a_damaged_version_is_refused_by_digest_and_the_old_one_stays_without_ge
         shard.write_bytes(whole)
 
 
+def test_a_server_that_somebody_else_runs_is_used_by_its_address_alone(server: Server) -> None:
+    config = EngineConfig(kind="vllm", replicas=0, urls=[server.url])
+
+    async def test() -> None:
+        pool = ReplicaPool(server.run.store, [], server.replicas.api_key, config)
+        await pool.start()
+        try:
+            (ack,) = await pool.load(1)
+            assert (ack.replica, ack.weights_sha256) == ("u0", server.weights.require(1).weights_sha256)
+            answer = await pool.generate(server.request(1))
+            assert (answer.replica, answer.version) == ("u0", 1)
+        finally:
+            await pool.close()
+
+    asyncio.run(test())
+
+
 def test_a_version_with_another_digest_than_announced_is_refused(server: Server) -> None:
     async def test(client: VllmReplicaClient) -> None:
         await server.load(client, 0)
