@@ -27,9 +27,8 @@ def run(run_url: str, iterations: int) -> dict[str, Any]:
     """
     source = open_run(run_url)
     rollouts = [_rollouts(source, version) for version in range(iterations)]
-    start = load_policy(source.config.model).model
-    initial = {name: tensor.clone() for name, tensor in start.state_dict().items()}
-    sync = Learner(source.config, start)
+    sync = Learner(source.config, load_policy(source.config.model).model)
+    initial = {name: tensor.clone() for name, tensor in sync.weights().items()}
     periodic = Learner(source.config, load_policy(source.config.model).model)
     arrival = random.Random(source.config.seed)
     rows = []

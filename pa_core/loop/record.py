@@ -29,7 +29,7 @@ from pa_core.tracking.timeline import iteration_times
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "mlflow", "fsspec", "pyarrow", "reasoning-gym", "math-verify")
+PACKAGES = ("torch", "transformers", "mlflow", "fsspec", "pyarrow", "reasoning-gym", "math-verify", "peft")
 PROGRESS_EVERY_S = 1.0
 TRACED_ITERATIONS = 50
 """Iterations in trace and picture; the spans of all of them are below ``timeline/`` in the store."""

@@ -126,7 +126,10 @@ def _require_modules(policy: PreTrainedModel, config: LoraConfig) -> None:
     absent = [name for name in wanted if not any(f".{path}".endswith(f".{name}") for path in linear)]
     if absent or not linear:
         known = sorted({path.rsplit(".", 1)[-1] for path in linear})
+        fix = (
+            f"it has {', '.join(known)}. Name some of these, or use all-linear" if known else "remove the lora section"
+        )
         raise ModelError(
-            f"lora.target_modules: {type(policy).__name__} has no linear layer {', '.join(map(repr, absent))} that can "
-            f"get an adapter; it has {', '.join(known) or 'none'}. Name some of these, or use all-linear"
+            f"lora.target_modules: {type(policy).__name__} has no linear layer "
+            f"{', '.join(map(repr, absent)) or 'at all'} that can get an adapter; {fix}"
         )

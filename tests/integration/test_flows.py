@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -213,6 +214,8 @@ def test_a_served_run_completes_with_summary_curve_and_a_link_to_its_mlflow_run(
     assert artifacts["progress"]["data"] == 100.0
     assert "| Iterations | 2 |" in artifacts["summary"]["data"]
     assert "iterations 0 to 1" in artifacts["reward-curve"]["data"]
+    (replica,) = json.loads(artifacts["replicas"]["data"])
+    assert (replica["replica"], replica["engine"], replica["state"]) == ("r0", "embedded", "ready")
 
     mlflow_run_id = artifacts["mlflow-run"]["data"].partition("](")[2].rstrip(")").rpartition("/")[2]
     mlflow_run = prefect.mlflow.get_run(mlflow_run_id)

@@ -141,7 +141,7 @@ def test_a_folded_policy_is_the_plain_model_that_replicas_have(tmp_path: Path) -
 
 
 def test_peft_loads_a_published_adapter_and_merges_it_to_the_same_weights(tmp_path: Path) -> None:
-    policy, adapter = adapted()
+    _, adapter = adapted()
     store = ObjectStore.open(str(tmp_path / "run"))
     manifest = published(store, adapter, 1)
     folder = tmp_path / "run/weights/v000001"

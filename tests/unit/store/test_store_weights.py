@@ -357,3 +357,10 @@ def test_latest_finds_a_version_whose_publisher_died_before_the_pointer(store: O
     assert weights.latest() == 1
     store.delete("weights/latest.json")
     assert weights.latest() == 1
+
+
+def test_a_manifest_from_before_adapters_is_read_as_a_full_version(store: ObjectStore) -> None:
+    manifest = WeightStore(store).publish(0, _tensors())
+    tree = json.loads(manifest.to_json())
+    del tree["adapter"]
+    assert Manifest.from_json(json.dumps(tree).encode()) == manifest
