@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from pa_core.config import TrainConfig
+from pa_core.config import EngineConfig, TrainConfig
 from pa_core.data.prompts import PromptSet, load_prompts, without
 from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
@@ -30,6 +31,9 @@ from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.store.rollouts import RolloutBuffer
 from pa_core.store.weights import WeightStore
 from pa_core.tracking.timeline import Span, Timeline
+
+WAVES = 4
+"""Times that the prompts of an iteration are sent out, so that there is something to train on while others generate."""
 
 
 def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context_limit: int) -> PromptSet:
@@ -54,6 +58,20 @@ def usable_context(config: TrainConfig, model: LoadedModel) -> int:
     served = config.engine.vllm.max_model_len if config.engine.kind == "vllm" else None
     trained = context_limit(model.model.config)
     return trained if served is None else min(trained, served)
+
+
+def in_waves(config: TrainConfig) -> EngineConfig:
+    """The engine's settings with its concurrency decided, where the config leaves that open.
+
+    vLLM decodes everything in flight together, so all groups would finish at about the same time, and the trainer
+    would have nothing to do before. On a streaming schedule an iteration therefore goes out in four waves.
+    """
+    engine = config.engine
+    if engine.kind != "vllm" or engine.concurrency is not None or not config.schedule.stream:
+        return engine
+    replicas = max(1, engine.replicas + len(engine.urls))
+    groups = max(2, math.ceil(config.prompts_per_iteration / (WAVES * replicas)))
+    return engine.model_copy(update={"concurrency": groups})
 
 
 def describing_files(model: LoadedModel) -> dict[str, bytes]:
@@ -104,7 +122,7 @@ class Services:
             run.store,
             self._expected,
             replicas.api_key if replicas else _key_from_environment(),
-            config.engine,
+            in_waves(config),
             replicas.processes if replicas else None,
             partial(connect, fabric=self.fabric),
         )
