@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +24,6 @@ OPTIONAL = {
     "s3fs": "stores on s3://: pip install s3fs",
     "torch-npu": "Ascend NPUs: pip install torch-npu on a machine that has them",
 }
-
-
-_VLLM_PROBE = """
-from importlib.metadata import distribution, entry_points, packages_distributions
-[plugin] = entry_points(group="vllm.general_plugins", name="periodic_asynchrony")
-name = packages_distributions()["vllm"][0]
-print(name, distribution(name).version)
-"""
 
 
 @dataclass(frozen=True)
@@ -73,18 +64,14 @@ def _package(name: str, optional_for: str | None) -> Check:
 
 def _vllm(config: TrainConfig | None) -> Check:
     """vLLM's own environment: needed where the config says so, optional otherwise."""
-    from pa_core.rollout.vllm_command import vllm_python
+    from pa_core.rollout.vllm_command import check_environment
 
     wanted = config is not None and config.engine.kind == "vllm"
     try:
-        python = vllm_python(config.engine.vllm if config is not None else VllmConfig())
+        found = check_environment(config.engine.vllm if config is not None else VllmConfig())
     except ConfigError as error:
         return Check("engine: vllm", "missing" if wanted else "absent", str(error), "make vllm")
-    found = subprocess.run([str(python), "-c", _VLLM_PROBE], capture_output=True, text=True, timeout=60, check=False)
-    if found.returncode:
-        reason = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Check("engine: vllm", "missing", f"{python}: {reason}", "make vllm")
-    return Check("engine: vllm", "ok", f"{found.stdout.strip()} by {python}")
+    return Check("engine: vllm", "ok", found)
 
 
 def _devices() -> list[Check]:

@@ -166,7 +166,8 @@ def _check_lengths(
     if length == 0:
         raise DataError(f"row {number} of {source_name(config)}: the prompt has no tokens; check data.prompt_template")
     raise DataError(
-        f"row {number} of {source_name(config)}: its prompt has {length} tokens, but the model's context of "
-        f"{context_limit} less sampling.max_tokens={max_tokens} leaves {room} ({len(wrong)} of {len(rows)} prompts are "
-        "too long); lower sampling.max_tokens, shorten data.prompt_template or remove the long rows"
+        f"row {number} of {source_name(config)}: its prompt has {length} tokens, but the context of {context_limit} "
+        f"(the model's, or engine.vllm.max_model_len where that is less) less sampling.max_tokens={max_tokens} leaves "
+        f"{room} ({len(wrong)} of {len(rows)} prompts are too long); lower sampling.max_tokens, shorten "
+        "data.prompt_template or remove the long rows"
     )

@@ -64,6 +64,7 @@ class Producer:
         self._lengths = LengthHistory() if longest_first else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="producer", daemon=True)
+        self._starting: Future[None] | None = None
         self._iteration: Future[None] | None = None
         self._closing = False
         self._failure: Future[Any] = Future()
@@ -107,7 +108,8 @@ class Producer:
         """Start the thread and wait until the replicas serve. Raises :class:`EngineError` past ``timeout_s``."""
         self._thread.start()
         try:
-            self._result(self._submit(self._pool.start()), timeout_s + 10)  # the pool's own deadline says more
+            self._starting = self._submit(self._pool.start())
+            self._result(self._starting, timeout_s + 10)  # the pool's own deadline says more
         except TimeoutError:
             raise EngineError(
                 f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}: {self._pool.status()}"
@@ -234,8 +236,9 @@ class Producer:
         if not self._thread.is_alive():
             return
         self._closing = True
-        if self._iteration is not None:
-            self._iteration.cancel()
+        for job in (self._starting, self._iteration):
+            if job is not None:
+                job.cancel()
         try:
             self._submit(self._pool.close()).result(10)
         except TimeoutError:

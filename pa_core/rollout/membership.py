@@ -163,9 +163,8 @@ class Membership:
                 break
             if now - report_at >= START_REPORT_S:
                 report_at = now
-                logger.info(
-                    "waiting for replicas, %.0f s so far: %s", now - started, "; ".join(map(self._status, missing))
-                )
+                statuses = "; ".join(map(self._status, missing))
+                logger.info("waiting for replicas, %.0f of at most %.0f s: %s", now - started, limit, statuses)
             await asyncio.sleep(START_POLL_S)
         names = self._statuses(missing)
         if not self.serving():
@@ -270,7 +269,7 @@ class Membership:
         process = self._processes.get(record.id) if self._processes is not None else None
         client = self._make_client(self._session, self._store_url, record.id, record.engine, record.url, self._api_key)
         if not await client.alive():
-            self._absent[record.id] = f"announced, but does not answer at {record.url}"
+            self._absent[record.id] = f"not answering at {record.url}"
             return
         predecessor = self.replicas.get(record.id)
         if predecessor is not None and predecessor.serves:

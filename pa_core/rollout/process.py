@@ -22,6 +22,7 @@ from pa_core.config import EngineConfig
 from pa_core.errors import EngineError, UserError
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.rollout.supervisor import Supervisor
+from pa_core.rollout.vllm_command import check_environment
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import ReplicaRegistry
 
@@ -188,9 +189,12 @@ class ReplicaSet:
         """Start every replica; returns at once.
 
         Raises:
+            ConfigError: vLLM's environment is not there.
             EngineError: one cannot be started at all.
             StoreError: what an earlier life of the run left in the registry cannot be removed.
         """
+        if self.config.kind == "vllm" and self.ids:
+            check_environment(self.config.vllm)
         try:
             for replica_id in self.ids:
                 self.registry.withdraw(replica_id)

