@@ -89,8 +89,12 @@ def open_run(url: str) -> Run:
     store = ObjectStore.open(url)
     if not store.exists(RUN_KEY):
         raise ConfigError(f"there is no run at {url}: {RUN_KEY} is missing")
-    record = json.loads(store.read(RUN_KEY))
-    return Run(url, record["name"], parse_config(record["config"]), store)
+    try:
+        record = json.loads(store.read(RUN_KEY))
+        name, tree = record["name"], record["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url}/{RUN_KEY} is not the record of a run: {type(error).__name__}: {error}") from None
+    return Run(url, name, parse_config(tree), store)
 
 
 def resume_run(url: str) -> Run:

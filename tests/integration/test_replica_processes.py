@@ -72,7 +72,7 @@ def make_run(folder: Path, model_path: str, **engine: float) -> tuple[ObjectStor
     }
     config = parse_config(tree)
     store = ObjectStore.open(str(folder / "run"))
-    store.publish("run.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
+    store.publish("run.json", json.dumps({"name": "run", "config": config.model_dump(mode="json")}).encode())
     WeightStore(store).publish(0, make_model(0).state_dict(), {})
     return store, config.engine
 
