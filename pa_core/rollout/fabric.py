@@ -7,13 +7,14 @@ the version a replica asks for: the trainer withdraws it before every optimizer 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -99,12 +100,12 @@ class FabricTransfer:
 
     def offer(self, version: int) -> None:
         """From now on the policy in memory is ``version`` and may be sent."""
-        with self._sending:
+        with self._alone():
             self._version = version
 
     def withdraw(self) -> None:
         """Before the policy in memory changes: wait for a replica that is receiving, and send no more."""
-        with self._sending:
+        with self._alone():
             self._version = None
 
     def send(self, version: int, url: str, api_key: str) -> None:
@@ -114,7 +115,7 @@ class FabricTransfer:
             EngineError: the policy in memory is not ``version`` (any more), or the transfer failed; the replica then
                 joins anew at the next attempt.
         """
-        with self._sending:
+        with self._alone():
             if self._version != version:
                 raise EngineError(
                     f"version {version} cannot be sent over {self._config.weight_transfer}: the trainer's memory has "
@@ -133,9 +134,23 @@ class FabricTransfer:
 
     def close(self) -> None:
         """Leave every group."""
-        with self._sending:
+        with self._alone():
             for url in list(self._senders):
                 self._drop(url)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While open, nothing else sends. A fabric that hangs must not hang the trainer."""
+        limit = self._config.request_timeout_s
+        if not self._sending.acquire(timeout=limit):
+            raise EngineError(
+                f"a replica has been receiving weights over {self._config.weight_transfer} for longer than "
+                f"engine.request_timeout_s={limit:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._sending.release()
 
     def _drop(self, url: str) -> None:
         sender = self._senders.pop(url, None)

@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -26,9 +25,9 @@ from aiohttp import web
 from pa_core.config import TrainConfig, parse_config
 from pa_core.errors import ConfigError, EngineError, UserError
 from pa_core.rollout.process import watch_parent
-from pa_core.rollout.protocol import API_KEY_VARIABLE, Engine, GenerateRequest, GenerateResponse, VersionMismatch
+from pa_core.rollout.protocol import Engine, GenerateRequest, GenerateResponse, VersionMismatch, required_key
 from pa_core.store.objects import ObjectStore
-from pa_core.store.registry import READY, ReplicaRecord, ReplicaRegistry
+from pa_core.store.registry import READY, Presence, ReplicaRecord, ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class ReplicaServer:
 
     def __init__(self, replica_id: str, registry: ReplicaRegistry, api_key: str) -> None:
         self._id = replica_id
-        self._registry = registry
+        self._presence = Presence(registry, replica_id)
         self._api_key = api_key
         self._engine: Engine | None = None
         self._in_flight = 0
@@ -63,8 +62,6 @@ class ReplicaServer:
         self._url = ""
         self._runner: web.AppRunner | None = None
         self._incarnation = secrets.token_hex(8)
-        self._record_lock = threading.Lock()
-        self._withdrawn = False
 
     def attach(self, engine: Engine) -> None:
         """Start to serve with a loaded model."""
@@ -94,7 +91,7 @@ class ReplicaServer:
         """Withdraw from the store, fail what is in flight, and close the connections."""
         # First: whoever gets an error from here on finds that the replica has left.
         try:
-            await asyncio.to_thread(self._withdraw)
+            await asyncio.to_thread(self._presence.withdraw)
         except UserError as error:
             logger.warning("replica %s could not withdraw: %s", self._id, error)
         if self._engine is not None:
@@ -117,17 +114,7 @@ class ReplicaServer:
             incarnation=self._incarnation,
             detail="loading the model" if engine is None else "",
         )
-        await asyncio.to_thread(self._write, record)
-
-    def _write(self, record: ReplicaRecord) -> None:
-        with self._record_lock:
-            if not self._withdrawn:
-                self._registry.announce(record)
-
-    def _withdraw(self) -> None:
-        with self._record_lock:  # an announcement on its way must not come back after this
-            self._withdrawn = True
-            self._registry.withdraw(self._id)
+        await asyncio.to_thread(self._presence.announce, record)
 
     async def beat(self) -> None:
         """Announce for ever; a store that fails for a moment is reported and tried again."""
@@ -282,9 +269,7 @@ def serve_replica(run_url: str, replica_id: str, guard_fd: int | None = None) ->
         ModelError, StoreError: the model or the store cannot be read.
     """
     watch_parent(guard_fd)
-    api_key = os.environ.get(API_KEY_VARIABLE, "")
-    if not api_key:
-        raise ConfigError(f"set {API_KEY_VARIABLE} to the run's key before serving a replica")
+    api_key = required_key()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     store = ObjectStore.open(run_url)
     asyncio.run(_serve(store, read_run_config(store), replica_id, api_key))

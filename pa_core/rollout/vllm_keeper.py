@@ -30,7 +30,7 @@ from pa_core.rollout.server import HEARTBEAT_S, read_run_config
 from pa_core.rollout.vllm_client import VllmReplicaClient
 from pa_core.rollout.vllm_command import Place, command, environment, vllm_python
 from pa_core.store.objects import ObjectStore
-from pa_core.store.registry import ReplicaRecord, ReplicaRegistry
+from pa_core.store.registry import READY, Presence, ReplicaRecord, ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Keeper:
 
     def __init__(self, replica_id: str, registry: ReplicaRegistry, client: VllmReplicaClient, url: str) -> None:
         self._id = replica_id
-        self._registry = registry
+        self._presence = Presence(registry, replica_id)
         self._client = client
         self._url = url
         self._incarnation = uuid.uuid4().hex
@@ -102,7 +102,7 @@ class Keeper:
             beat.cancel()
             await asyncio.gather(beat, return_exceptions=True)
         # Only one that was asked to stop leaves; one whose server died must be seen to have died.
-        await asyncio.to_thread(self._registry.withdraw, self._id)
+        await asyncio.to_thread(self._presence.withdraw)
 
     async def _beat(self, server: ChildProcess) -> None:
         """A heartbeat for every time the server answers; before its first answer, what it is busy with."""
@@ -112,7 +112,7 @@ class Keeper:
                     if not self._ready:
                         logger.info("replica %s is ready at %s", self._id, self._url)
                     self._ready = True
-                    await self._announce("ready", await self._served_version())
+                    await self._announce(READY, await self._served_version())
                 elif not self._ready:
                     await self._announce("starting", None, server.tail(1).strip()[:200])
             except UserError as error:
@@ -140,7 +140,7 @@ class Keeper:
             incarnation=self._incarnation,
             detail=detail,
         )
-        await asyncio.to_thread(self._registry.announce, record)
+        await asyncio.to_thread(self._presence.announce, record)
 
 
 async def _keep(store: ObjectStore, config: TrainConfig, replica_id: str, api_key: str, log_folder: Path) -> None:

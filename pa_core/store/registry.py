@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -108,3 +109,25 @@ class ReplicaRegistry:
             return ReplicaRecord(**json.loads(data))
         except (TypeError, ValueError) as error:
             raise StoreError(f"store {self._store.url}: {replica_id}.json is not a replica record: {error}") from None
+
+
+class Presence:
+    """One replica's own record, from its first announcement to its withdrawal. Safe to use from several threads."""
+
+    def __init__(self, registry: ReplicaRegistry, replica_id: str) -> None:
+        self._registry = registry
+        self._id = replica_id
+        self._lock = threading.Lock()
+        self._withdrawn = False
+
+    def announce(self, record: ReplicaRecord) -> None:
+        """Replace the record, unless it was withdrawn."""
+        with self._lock:
+            if not self._withdrawn:
+                self._registry.announce(record)
+
+    def withdraw(self) -> None:
+        """Withdraw the record for good: an announcement that is on its way must not come back after this."""
+        with self._lock:
+            self._withdrawn = True
+            self._registry.withdraw(self._id)
