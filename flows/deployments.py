@@ -19,7 +19,7 @@ from prefect.types.entrypoint import EntrypointType
 from prefect.utilities.importtools import import_object
 from prefect.utilities.templating import apply_values
 
-from pa_core.config import load_config
+from pa_core.config_files import load_config
 from pa_core.errors import ConfigError, UserError
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from flows import services, tracking, watch
 from flows.train import FAILURES, train
-from pa_core.config import TrainConfig, load_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import load_config
 from pa_core.errors import UserError
 from pa_core.loop.progress import ProgressBar
 from pa_core.tracking.mlflow_run import absolute_uri

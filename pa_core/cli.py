@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from pa_core import __version__
-from pa_core.config import load_config
+from pa_core.config_files import load_config
 from pa_core.errors import ConfigError, UserError
 from pa_core.rollout.process import watch_parent
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pa_core.config import TrainConfig, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError
 from pa_core.loop.run import Run, prepare_run
 from pa_core.rollout.process import ReplicaSet

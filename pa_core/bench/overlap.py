@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pa_core.config import load_config
+from pa_core.config_files import load_config
 from pa_core.loop.launch import train_new
 from pa_core.tracking.summary import RunSummary
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pa_core.config import TrainConfig, load_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import load_config
 from pa_core.loop.run import Run, prepare_run
 from pa_core.loop.services import describing_files, replica_set
 from pa_core.model.loading import LoadedModel, load_policy

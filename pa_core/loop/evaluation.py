@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pa_core.config import TrainConfig, apply_override, load_config, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import apply_override, load_config, parse_config
 from pa_core.errors import ConfigError, DataError, RewardError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run, open_run, prepare_run

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from pa_core.config import TrainConfig, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError
 from pa_core.store.objects import ObjectStore
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pa_core.config import TrainConfig, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError, EngineError, UserError
 from pa_core.rollout.process import watch_parent
 from pa_core.rollout.protocol import Engine, GenerateRequest, GenerateResponse, VersionMismatch, required_key

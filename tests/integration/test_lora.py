@@ -14,7 +14,8 @@ from test_train import artifact, last_json, mlflow_run, pa, tiny_tree, write_con
 from transformers import AutoModelForCausalLM
 from vllm_servers import started, vllm_tree
 
-from pa_core.config import LoraConfig, parse_config
+from pa_core.config import LoraConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import EngineError
 from pa_core.loop.run import open_run
 from pa_core.model.loading import load_policy

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pa_core.config import parse_config
+from pa_core.config_files import parse_config
 from pa_core.tracking.mlflow_run import TrackedRun
 
 

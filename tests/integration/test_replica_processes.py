@@ -20,7 +20,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pa_core.config import EngineConfig, parse_config
+from pa_core.config import EngineConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import EngineError
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_servers import started, vllm_tree
 
-from pa_core.config import EngineConfig, parse_config
+from pa_core.config import EngineConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import EngineError
 from pa_core.loop.run import Run
 from pa_core.model.loading import LoadedModel, load_policy

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pa_core.config import TrainConfig, load_config, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import load_config, parse_config
 from pa_core.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -15,7 +15,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.artifacts import chart
 from flows.deployments import deployments
 from flows.train import train
-from pa_core.config import load_config
+from pa_core.config_files import load_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pa_core.config import ModelConfig, OptimizerConfig, TrainConfig, parse_config
+from pa_core.config import ModelConfig, OptimizerConfig, TrainConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import TrainingError
 from pa_core.loop.learner import Learner, learning_rate_factor
 from pa_core.model.loading import load_policy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pa_core.config import parse_config
+from pa_core.config_files import parse_config
 from pa_core.loop.services import in_waves
 
 

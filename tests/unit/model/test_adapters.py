@@ -12,7 +12,8 @@ from model_truth import gradients, per_sample_logprobs, random_groups, relative,
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pa_core.config import LoraConfig, parse_config
+from pa_core.config import LoraConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError, ModelError
 from pa_core.model.adapters import Adapter
 from pa_core.model.packing import pack

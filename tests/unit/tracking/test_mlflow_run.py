@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pa_core.config import TrainConfig, parse_config
+from pa_core.config import TrainConfig
+from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError
 from pa_core.tracking.mlflow_run import TrackedRun, absolute_uri, artifact_location
 from pa_core.tracking.picture import reward_curve
