@@ -9,7 +9,7 @@ export PREFECT_PORT MLFLOW_PORT
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install vllm demo test up down lint clean
+.PHONY: help install vllm peers demo test up down lint clean
 
 help:           ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,15 @@ vllm: .venv-vllm/.installed ## make vLLM's own environment in .venv-vllm (VLLM=v
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+peers: .venv-peers/.installed ## make the environment of what benchmarks compare with, TRL and PrefixGrouper, in .venv-peers
+
+.venv-peers/.installed: pyproject.toml constraints-peers.txt
+	@echo "making the peers' environment in .venv-peers; this takes a few minutes the first time"
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints-peers.txt trl prefix-grouper
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 demo: install   ## train the quickstart through Prefect into MLflow, then report (ARGS="seed=1" overrides)
 	$(BIN)/python -m flows.train $(CONFIG) $(ARGS)
 
@@ -52,4 +61,4 @@ lint: install   ## ruff and mypy
 	$(BIN)/mypy
 
 clean:          ## remove the environment and caches; runs, MLflow and Prefect data stay
-	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

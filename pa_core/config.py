@@ -8,37 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def _number_fields(schema: dict[str, Any]) -> None:
-    """Give every field its place: the Prefect UI sorts a form by ``position``."""
-    for position, field in enumerate(schema.get("properties", {}).values()):
-        field["position"] = position
-
-
-def _field_title(name: str, _: Any) -> str:
-    """``startup_timeout_s`` as people read it in a form: Startup timeout (s)."""
-    words, separator, unit = name.rpartition("_")
-    text = f"{words} (s)" if separator and unit == "s" else name
-    return text.replace("_", " ").capitalize()
-
-
-def _section_title(section: type[Any]) -> str:
-    """``SamplingConfig`` as a heading in a form: Sampling."""
-    return section.__name__.removesuffix("Config")
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are fixed once validated."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra=_number_fields,
-        field_title_generator=_field_title,
-        model_title_generator=_section_title,
-    )
+from pa_core.config_section import Section
+from pa_core.objective.config import ObjectiveConfig
 
 
 class ScheduleConfig(Section):
@@ -61,8 +34,14 @@ class ModelConfig(Section):
         description="Local folder, hub id, or wheel://DISTRIBUTION/FILE.gguf inside a package wheel.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter type of training and publication.")
-    attention: Literal["shared_prompt", "per_sample"] = Field(
-        "shared_prompt", description="Compute a prompt once for its K responses, or once per response."
+    attention: Literal["auto", "shared_prompt", "per_sample"] = Field(
+        "auto",
+        description="Compute a prompt once for its K responses, or once per response; auto: once where that is exact.",
+    )
+    reference_dtype: Literal["model", "bfloat16"] = Field(
+        "model",
+        description="Parameter type of the frozen reference (objective.beta > 0); model: the same as model.dtype. "
+        "bfloat16 halves its memory, and moves its log-probabilities by some hundredths of a nat.",
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with a hub repository.")
 
@@ -136,36 +115,15 @@ class ScoringConfig(Section):
     )
 
 
-class AdvantageConfig(Section):
-    """Group advantage (r - mean) / (std + eps). Libraries differ in std and eps; presets name the library."""
+class DynamicSamplingConfig(Section):
+    """Dynamic sampling (DAPO): a group that carries no gradient is replaced by one of another prompt."""
 
-    preset: Literal["trl", "trl_async", "verl", "openrlhf", "open_instruct", "areal", "dr_grpo", "nemo_rl"] = Field(
-        "verl", description="Convention of this library; the fields below override it."
+    max_draws: float = Field(
+        4.0,
+        gt=1,
+        description="Prompts an iteration may draw, as a multiple of prompts_per_iteration; at the limit it goes on "
+        "with the informative groups it has.",
     )
-    std: Literal["unbiased", "population", "none", "batch"] | None = Field(
-        None, description="Standard deviation: within the group, none (Dr. GRPO), or over the whole batch."
-    )
-    baseline: Literal["mean", "leave_one_out"] | None = Field(None, description="What is subtracted.")
-    eps: float | None = Field(None, ge=0, description="Added to the standard deviation.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_preset_name(cls, value: Any) -> Any:
-        return {"preset": value} if isinstance(value, str) else value
-
-
-class ObjectiveConfig(Section):
-    """The policy-gradient objective (GRPO and its variants)."""
-
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="Advantage convention.")
-    loss: Literal["grpo"] = Field("grpo", description="Clipped surrogate with k3 KL.")
-    loss_normalization: Literal["token", "sequence", "constant"] = Field(
-        "token", description="Mean over tokens, mean of sequence means, or sum / (samples x max_tokens)."
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above at 1 + clip_high (clip-higher: 0.28).")
-    beta: float = Field(0.0, ge=0, description="KL weight against the reference; 0 drops the reference model.")
-    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
 
 class SamplingConfig(Section):
@@ -173,6 +131,11 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, gt=0, description="Softmax temperature, applied in the trainer too.")
     max_tokens: int = Field(64, ge=1, description="Longest response in tokens.")
+    dynamic: DynamicSamplingConfig | None = Field(
+        None,
+        description="Draw another prompt, for the same version, for each group whose samples all scored alike, until "
+        "prompts_per_iteration informative groups are there; null trains on whatever was drawn.",
+    )
 
 
 class OptimizerConfig(Section):
@@ -194,7 +157,28 @@ class TrainerConfig(Section):
     """How the trainer computes."""
 
     micro_batch_tokens: int = Field(4096, ge=1, description="Token budget of one forward-backward pass.")
+    activation_checkpointing: bool = Field(
+        False, description="Compute layers again in the backward pass: less memory, about a third more computation."
+    )
+    device: Literal["auto", "cpu", "cuda", "npu"] = Field(
+        "auto", description="What to train on; auto: a GPU or NPU where there is one, else the CPU."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: the cores shared with the replicas.")
+
+
+class ParallelConfig(Section):
+    """How the models lie on several devices: fsdp x tp processes, one device each."""
+
+    fsdp: int = Field(1, ge=1, description="Devices that share the groups; each holds a part of every weight (FSDP2).")
+    tp: int = Field(1, ge=1, description="Devices that compute each layer together (tensor parallel).")
+    timeout_s: float = Field(
+        600.0, gt=0, description="Seconds that one joint step of all processes may take before the run is ended."
+    )
+
+    @property
+    def processes(self) -> int:
+        """Processes that train together."""
+        return self.fsdp * self.tp
 
 
 class VllmConfig(Section):
@@ -317,6 +301,12 @@ class TrainConfig(Section):
     iterations: int = Field(100, ge=1, description="Optimizer iterations: policy versions to publish.")
     prompts_per_iteration: int = Field(16, ge=1, description="N: groups per iteration.")
     group_size: int = Field(8, ge=1, description="K: samples per prompt.")
+    deterministic: bool = Field(
+        False,
+        description="Bitwise the same weights in whatever order groups finish, on the same machine with the same "
+        "threads: gradients add up in fixed point, and the embedded engine decodes one group at a time, which is "
+        "slower. vLLM does not promise the same tokens; with it, the same rollouts give the same weights.",
+    )
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Periodic or sync.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters only; null trains every weight.")
@@ -329,6 +319,7 @@ class TrainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="Sampling of responses.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Micro-batches and threads.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several devices.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Inference replicas.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out accuracy.")
     store: StoreConfig = Field(default_factory=StoreConfig, description="Rollouts and weights.")
@@ -337,28 +328,61 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
+        self._iteration_consistent()
+        self._lora_consistent()
+        self._parallel_consistent()
+        self._names_consistent()
+        return self
+
+    def _iteration_consistent(self) -> None:
+        """Refuse objectives and draws that the schedule or the steps of an iteration make wrong."""
         from pa_core.objective.conventions import resolve_advantage
 
         convention = resolve_advantage(self.objective.advantage)
+        steps, prompts, dynamic = self.optimizer.steps_per_iteration, self.prompts_per_iteration, self.sampling.dynamic
         if self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size}: a group advantage needs at least 2 samples per prompt; raise group_size"
             )
-        if convention.std == "batch" and self.schedule.stream:
+        if convention.whole_batch and self.schedule.stream:
             raise ValueError(
-                "objective.advantage.std=batch needs every group before the first gradient, which a streaming "
-                "schedule does not have; set schedule.stream=false or a group-level std"
+                f"objective.advantage.std={convention.std} needs every group before the first gradient, which a "
+                "streaming schedule does not have; set schedule.stream=false or a group-level std"
             )
-        if self.prompts_per_iteration % self.optimizer.steps_per_iteration:
+        if self.objective.loss == "reinforce" and steps > 1:
             raise ValueError(
-                f"optimizer.steps_per_iteration={self.optimizer.steps_per_iteration} must divide "
-                f"prompts_per_iteration={self.prompts_per_iteration}"
+                "objective.loss=reinforce has no ratio to an older policy, so its second step would be off-policy: set "
+                f"optimizer.steps_per_iteration=1 (got {steps}) or objective.loss=cispo"
+            )
+        if prompts % steps:
+            raise ValueError(f"optimizer.steps_per_iteration={steps} must divide prompts_per_iteration={prompts}")
+        if dynamic is not None and self.max_draws == prompts:
+            raise ValueError(
+                f"sampling.dynamic.max_draws={dynamic.max_draws:g} leaves no prompt to draw beyond "
+                f"prompts_per_iteration={prompts}; raise it, to 2 for example"
+            )
+        if dynamic is not None and self.objective.beta > 0 and self.objective.kl.placement == "reward":
+            raise ValueError(
+                "objective.kl.placement=reward: the penalty gives groups of equal rewards a gradient too, which "
+                "sampling.dynamic would replace as uninformative; set objective.kl.placement=loss or remove "
+                "sampling.dynamic"
+            )
+
+    def _lora_consistent(self) -> None:
+        """Refuse what needs a whole model beside the adapter."""
+        if self.lora is not None and self.model.reference_dtype != "model":
+            raise ValueError(
+                f"model.reference_dtype={self.model.reference_dtype}: with lora the reference is the policy itself "
+                "with its adapter off, and no copy; remove model.reference_dtype"
             )
         if self.lora is not None and self.engine.weight_transfer != "fsspec":
             raise ValueError(
                 f"engine.weight_transfer={self.engine.weight_transfer} sends whole models; with lora use "
                 "engine.weight_transfer=fsspec, which hands over the adapter alone"
             )
+
+    def _names_consistent(self) -> None:
+        """Refuse reward names that hide each other or the run's own metrics."""
         names = [reward.name for reward in self.rewards]
         if len(set(names)) != len(names):
             raise ValueError(f"rewards: names must differ, got {names}")
@@ -367,7 +391,28 @@ class TrainConfig(Section):
         metric = self.evaluation.metric
         if metric is not None and metric not in names:
             raise ValueError(f"evaluation.metric={metric!r} is not one of the rewards {names}")
-        return self
+
+    @property
+    def max_draws(self) -> int:
+        """Prompts that an iteration may draw: N without dynamic sampling."""
+        dynamic = self.sampling.dynamic
+        return round(self.prompts_per_iteration * (1.0 if dynamic is None else dynamic.max_draws))
+
+    def _parallel_consistent(self) -> None:
+        """Refuse what does not go together with several processes."""
+        layout = f"parallel.fsdp={self.parallel.fsdp}, parallel.tp={self.parallel.tp}"
+        if self.parallel.processes > 1 and self.lora is not None:
+            raise ValueError(f"{layout}: lora trains on one device only; remove the lora section or the parallel one")
+        if self.parallel.processes > 1 and self.deterministic:
+            raise ValueError(
+                f"{layout}: deterministic=true sums gradients in one process, in fixed point; several add theirs up in "
+                "floating point. Set deterministic=false, or remove the parallel section"
+            )
+        if self.parallel.processes > 1 and self.engine.weight_transfer != "fsspec":
+            raise ValueError(
+                f"{layout}: engine.weight_transfer={self.engine.weight_transfer} sends a model that one process holds "
+                "whole; use engine.weight_transfer=fsspec"
+            )
 
     @property
     def evaluation_metric(self) -> str:

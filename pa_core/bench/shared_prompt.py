@@ -1,173 +1,213 @@
-"""Shared-prompt against per-sample training step: the same samples, loss, model, dtype and threads, side by side.
+"""``pa bench shared-prompt``: the training step with shared-prompt attention against the best step without sharing.
 
-One step is forward, GRPO loss and backward over a group of K responses to one prompt. Both sides run the output head
-on response positions only, in chunks. The per-sample side gets the micro-batch size that is best for it: candidates
-are timed on a part of the group first. Both sides are then timed alternately, so that a slow phase of the machine
-hits both.
+Over a grid of group size, prompt and response length. One step is forward, GRPO loss and backward over a group of K
+responses to one prompt. Both sides run the output head on response positions only, in chunks. The per-sample side
+gets the micro-batch size that is fastest for it: candidates are timed on a part of the group first. Each side of a
+point is a process of its own, so that its peak memory is its own; they are timed alternately, so that a slow phase of
+the machine hits both.
 """
 
 from __future__ import annotations
 
+import logging
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file
 
-from pa_core.config import ObjectiveConfig
-from pa_core.model.loading import resolve_source
-from pa_core.model.packing import Attention, TrainGroup, TrainSample, pack
-from pa_core.model.tri_model import TriModel
-from pa_core.objective.losses import grpo_loss
+from pa_core.bench.flops import ModelShape, flop_ratio, per_sample_work, shared_work, token_ratio
+from pa_core.bench.grid import Budget, Point, Rows, ordered
+from pa_core.bench.models import model_config
+from pa_core.bench.side import Side
 
+log = logging.getLogger(__name__)
 
-def token_ratio(group_size: int, prompt_len: int, response_len: int) -> float:
-    """rho = K (Lp + Lr) / (Lp + K Lr): tokens computed per sample over tokens computed with a shared prompt."""
-    return group_size * (prompt_len + response_len) / (prompt_len + group_size * response_len)
-
-
-def _random_group(vocabulary: int, group_size: int, prompt_len: int, response_len: int, seed: int) -> TrainGroup:
-    generator = np.random.default_rng(seed)
-
-    def tokens(length: int) -> np.ndarray:
-        return generator.integers(0, vocabulary, length, dtype=np.int32)
-
-    mask = np.ones(response_len, np.bool_)
-    samples = tuple(
-        TrainSample(tokens(response_len), np.zeros(response_len, np.float32), mask, float(generator.normal()))
-        for _ in range(group_size)
-    )
-    return TrainGroup("bench", tokens(prompt_len), samples)
+_OWN_SIDE = "pa_core.bench.own_side"
+# Steps of each side besides the timed ones: the search for a size and the memory of two micro-batches.
+_EXTRA_STEPS = 1.0
 
 
-def _parts(group: TrainGroup, size: int) -> list[TrainGroup]:
-    return [replace(group, samples=group.samples[start : start + size]) for start in range(0, len(group.samples), size)]
+@dataclass(frozen=True)
+class Settings:
+    """What all points of a grid share.
 
-
-def _step(model: PreTrainedModel, attention: Attention, parts: Sequence[TrainGroup]) -> float:
-    """Seconds of one forward-backward over ``parts``, each a micro-batch of its own."""
-    tri = TriModel(model, attention, self_check=False)
-    model.zero_grad(set_to_none=False)
-    config = ObjectiveConfig()
-    started = time.perf_counter()
-    for part in parts:
-        batch = pack([part], attention).to(model.device)
-        out = tri.logprobs(batch, 1.0)
-        loss = grpo_loss(
-            out.policy,
-            out.old,
-            None,
-            out.entropy,
-            advantages=batch.advantages,
-            engine_logprobs=batch.engine_logprobs,
-            sample_index=batch.sample_index,
-            sample_tokens=batch.sample_tokens,
-            config=config,
-            max_tokens=int(batch.sample_tokens.max()),
-        ).loss
-        loss.backward()
-    return time.perf_counter() - started
-
-
-def _best_size(model: PreTrainedModel, group: TrainGroup) -> tuple[int, dict[int, float]]:
-    """The per-sample micro-batch size with the least time per sample, and the seconds per sample of all tried.
-
-    Sizes double until they get slower or reach the whole group.
+    Attributes:
+        model: a source as ``model.path``, or a shape's name.
+        dtype: float32 or bfloat16. device: cpu or cuda. threads: CPU threads.
+        repeats: timed steps per side and point; the median counts.
     """
-    seconds: dict[int, float] = {}
-    size = 1
-    while True:
-        seconds[size] = _step(model, "per_sample", _parts(group, size)[:1]) / size
-        best = min(seconds, key=seconds.__getitem__)
-        if best != size or size == len(group.samples):
-            return best, seconds
-        size = min(2 * size, len(group.samples))
 
-
-def _gradient(model: PreTrainedModel) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    repeats: int
 
 
 def run(
-    model_path: str,
-    group_size: int = 16,
-    prompt_len: int = 512,
-    response_len: int = 64,
+    settings: Settings,
+    group_sizes: list[int],
+    prompts: list[int],
+    responses: list[int],
     *,
-    repeats: int = 3,
-    dtype: str = "float32",
-    threads: int | None = None,
-    seed: int = 0,
+    minutes: float | None = None,
+    out: Path | None = None,
+    finished: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Time one training step both ways.
+    """Measure the grid.
 
     Args:
-        model_path: as ``model.path``.
-        group_size: K. prompt_len: Lp. response_len: Lr, in tokens.
-        repeats: timed steps per side; the median counts.
-        threads: CPU threads; default: torch's.
+        minutes: stop before a point that would exceed this; what is left out is named in ``skipped``.
+        out: file of finished points; those in it are not measured again.
+        finished: told every row as soon as it is there.
 
     Returns:
-        Seconds of both sides, ``speedup``, ``rho`` and ``share_of_rho``, response tokens per second, and the
-        relative distance of the two gradients.
+        ``rows``, ``skipped``, and the least ``share_of_flop_ratio`` and ``speedup`` over the rows.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(resolve_source(model_path), dtype=getattr(torch, dtype)).eval()
-    group = _random_group(model.get_input_embeddings().num_embeddings, group_size, prompt_len, response_len, seed)
-    _step(model, "per_sample", _parts(group, 1)[:1])  # warm up
-    size, seconds_by_size = _best_size(model, group)
-    sides: dict[str, Callable[[], float]] = {
-        "shared": lambda: _step(model, "shared_prompt", [group]),
-        "per_sample": lambda: _step(model, "per_sample", _parts(group, size)),
+    shape = ModelShape.of(model_config(settings.model))
+
+    def cost(point: Point) -> float:
+        one_of_each = per_sample_work(*point.sizes).total(shape) + shared_work(*point.sizes).total(shape)
+        return one_of_each * (settings.repeats + _EXTRA_STEPS)
+
+    points = ordered(group_sizes, prompts, responses, cost)
+    rows, budget, skipped = Rows(out, vars(settings)), Budget(minutes), []
+    for number, point in enumerate(points, start=1):
+        if point not in rows.done:
+            if not budget.fits(cost(point)):
+                skipped.append(str(point))
+                continue
+            log.info("point %d of %d: %s", number, len(points), point)
+            started = time.monotonic()
+            rows.add(point, measure(settings, point, shape))
+            budget.spent(cost(point), time.monotonic() - started)
+        finished(rows.done[point])
+        log.info("%s", _line(rows.done[point]))
+    found = [rows.done[point] for point in points if point in rows.done]
+    least = {
+        f"least_{name}": min((row[name] for row in found), default=None) for name in ("share_of_flop_ratio", "speedup")
     }
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    gradients: dict[str, Tensor] = {}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            times[name].append(side())
-            gradients[name] = _gradient(model)
-    shared, per_sample = (float(np.median(times[name])) for name in ("shared", "per_sample"))
-    rho = token_ratio(group_size, prompt_len, response_len)
+    return {**vars(settings), "rows": found, "skipped": skipped, **least}
+
+
+def measure(settings: Settings, point: Point, shape: ModelShape) -> dict[str, Any]:
+    """Both sides of one point."""
+    common: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
+        **vars(point),
+    }
+    whole = point.group_size
+    with (
+        Side(_OWN_SIDE, threads=settings.threads) as shared,
+        Side(_OWN_SIDE, threads=settings.threads) as per_sample,
+        tempfile.TemporaryDirectory(prefix="pa-bench-") as folder,
+    ):
+        shared.ask("load", attention="shared_prompt", **common)
+        per_sample.ask("load", attention="per_sample", **common)
+        search = per_sample.ask("best_size")
+        size = search["size"]
+        peaks = _peaks(shared, per_sample, whole, size)
+        times: dict[str, list[float]] = {"shared": [], "per_sample": []}
+        for _ in range(settings.repeats):
+            times["shared"].append(shared.ask("step", size=whole))
+            times["per_sample"].append(per_sample.ask("step", size=size))
+        for name, side in (("shared", shared), ("per_sample", per_sample)):
+            side.ask("gradients", path=f"{folder}/{name}")
+        distance = gradient_distance(Path(folder) / "shared", Path(folder) / "per_sample")
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    speedup = seconds["per_sample"] / seconds["shared"]
+    flops = flop_ratio(shape, *point.sizes)
+    rho = token_ratio(*point.sizes)
     return {
-        "model": model_path,
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "group_size": group_size,
-        "prompt_len": prompt_len,
-        "response_len": response_len,
-        "shared_s": shared,
-        "shared_all_s": times["shared"],
-        "per_sample_s": per_sample,
-        "per_sample_all_s": times["per_sample"],
+        "seconds": seconds,
+        "all_seconds": times,
         "per_sample_micro_batch": size,
-        "per_sample_seconds_per_sample": seconds_by_size,
-        "speedup": per_sample / shared,
+        "per_sample_seconds_per_sample": search["seconds_per_sample"],
+        "speedup": speedup,
         "rho": rho,
-        "share_of_rho": per_sample / shared / rho,
-        "shared_response_tokens_per_s": group_size * response_len / shared,
-        "per_sample_response_tokens_per_s": group_size * response_len / per_sample,
-        "gradient_distance": float(
-            (gradients["shared"] - gradients["per_sample"]).norm() / gradients["per_sample"].norm()
-        ),
+        "share_of_rho": speedup / rho,
+        "flop_ratio": flops,
+        "share_of_flop_ratio": speedup / flops,
+        "peak_bytes": peaks,
+        "memory_ratio": peaks["per_sample"] / peaks["shared"],
+        "memory_ratio_whole_group": peaks["per_sample_whole_group"] / peaks["shared"],
+        "flops_per_s": {
+            "shared": shared_work(*point.sizes).total(shape) / seconds["shared"],
+            "per_sample": per_sample_work(*point.sizes).total(shape) / seconds["per_sample"],
+        },
+        "gradient_distance": distance,
     }
+
+
+def _peaks(shared: Side, per_sample: Side, whole: int, size: int) -> dict[str, int]:
+    """Peak bytes of both sides above the loaded model.
+
+    ``per_sample`` is in its fastest micro-batch, which may be a single sample; ``per_sample_whole_group`` is what it
+    would take to have the whole group in one pass, as the shared side has: extrapolated from two sizes, since memory
+    grows linearly with samples and the whole group rarely fits.
+    """
+    larger = min(max(2, size), whole)
+    measured = {tried: per_sample.ask("peak", size=tried) for tried in sorted({1, size, larger})}
+    slope = (measured[larger] - measured[1]) / max(1, larger - 1)
+    return {
+        "shared": shared.ask("peak", size=whole),
+        "per_sample": measured[size],
+        "per_sample_whole_group": round(measured[1] + slope * (whole - 1)),
+    }
+
+
+def gradient_distance(ours: Path, theirs: Path) -> float:
+    """|ours - theirs| / |theirs| over all parameters, of two files of gradients; accumulated in float64."""
+    left, right = load_file(ours), load_file(theirs)
+    if left.keys() != right.keys():
+        raise ValueError(f"gradients of different parameters: {sorted(left.keys() ^ right.keys())}")
+    difference = sum(float((left[name].double() - right[name].double()).square().sum()) for name in left)
+    size = sum(float(right[name].double().square().sum()) for name in right)
+    return float(torch.tensor(difference / size).sqrt())
+
+
+_HEADER = (
+    f"{'K':>3} {'Lp':>5} {'Lr':>4} | {'shared s':>9} {'per-sample s':>12} {'(size)':>6} | {'speed-up':>8} {'rho':>6} "
+    f"{'FLOPs':>6} {'share':>6} | {'shared GB':>9} {'per-s. GB':>9} {'ratio':>6} {'whole':>6} | {'grad. dist.':>11}"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    seconds, peak = row["seconds"], row["peak_bytes"]
+    return (
+        f"{row['group_size']:>3} {row['prompt_len']:>5} {row['response_len']:>4} | {seconds['shared']:>9.3f} "
+        f"{seconds['per_sample']:>12.3f} {row['per_sample_micro_batch']:>6} | {row['speedup']:>7.2f}x "
+        f"{row['rho']:>6.2f} {row['flop_ratio']:>6.2f} {row['share_of_flop_ratio']:>6.1%} | "
+        f"{peak['shared'] / 1e9:>9.3f} {peak['per_sample'] / 1e9:>9.3f} {row['memory_ratio']:>5.2f}x "
+        f"{row['memory_ratio_whole_group']:>5.2f}x | "
+        f"{row['gradient_distance']:>11.1e}"
+    )
 
 
 def render(result: dict[str, Any]) -> str:
-    """Both sides, their ratio, and rho beside it."""
-    return "\n".join(
-        [
-            f"K={result['group_size']} Lp={result['prompt_len']} Lr={result['response_len']}, {result['dtype']}, "
-            f"{result['threads']} threads",
-            f"shared prompt  {result['shared_s']:8.2f} s  {result['shared_response_tokens_per_s']:7.1f} "
-            "response tokens/s",
-            f"per sample     {result['per_sample_s']:8.2f} s  {result['per_sample_response_tokens_per_s']:7.1f} "
-            f"response tokens/s (best micro-batch: {result['per_sample_micro_batch']} samples)",
-            f"speed-up {result['speedup']:.2f}x; rho {result['rho']:.2f} ({result['share_of_rho']:.0%} of it); "
-            f"relative distance of the gradients {result['gradient_distance']:.1e}",
-        ]
-    )
+    """The table, and what is missing from it."""
+    lines = [
+        f"{result['model']}, {result['dtype']}, {result['device']}, {result['threads']} threads, median of "
+        f"{result['repeats']}; per sample in its fastest micro-batch (size).",
+        "FLOPs: ratio by formula. share: speed-up / that. GB: peak above the loaded model, gradients included.",
+        "whole: memory ratio with the whole group in one pass on both sides, extrapolated.",
+        _HEADER,
+        *map(_line, result["rows"]),
+    ]
+    if result["rows"]:
+        lines.append(
+            f"least share of the FLOP ratio {result['least_share_of_flop_ratio']:.1%} (target 97 %); least speed-up "
+            f"{result['least_speedup']:.2f}x (target: never below 1)"
+        )
+    if result["skipped"]:
+        lines.append(f"left out for lack of time: {'; '.join(result['skipped'])}")
+    return "\n".join(lines)

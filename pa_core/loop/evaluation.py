@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_core.config import TrainConfig
-from pa_core.config_files import apply_override, load_config, parse_config
+from pa_core.config_files import load_config
 from pa_core.errors import ConfigError, DataError, RewardError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run, open_run, prepare_run
@@ -89,11 +89,7 @@ def _find(target: str, overrides: list[str], version: int | None) -> tuple[Run, 
 
     if target.endswith((".yaml", ".yml")):
         return prepare_run(load_config(target, overrides), f"eval-{Path(target).stem}"), 0
-    run = open_run(target)
-    tree = run.config.model_dump(mode="json")
-    for override in overrides:
-        apply_override(tree, override)
-    run = Run(run.url, run.name, parse_config(tree), run.store)
+    run = open_run(target, overrides)
     weights = WeightStore(run.store)
     chosen = weights.latest() if version is None else version
     if chosen is None or weights.manifest(chosen) is None:

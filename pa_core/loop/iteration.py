@@ -7,17 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from pa_core.loop.draws import Quota, informative
 from pa_core.records import Group, Sample
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and shares over an iteration's groups; unscored samples enter only their own share."""
+def rollout_metrics(groups: Sequence[Group], quota: Quota) -> dict[str, float]:
+    """Rewards, lengths and shares over an iteration's groups; unscored samples enter only their own share.
+
+    Args:
+        groups: all that were generated. Were the uninformative ones of dynamic sampling left out, the mean reward
+            would be that of a selection: for a reward of 0 or 1 pulled towards 1/2, however well the policy does.
+        quota: what the iteration asked for.
+    """
+    dull = sum(not informative(group) for group in groups)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample) for sample in samples]
     metrics = {
         "reward/unscored_share": 1 - len(rewards) / len(samples),
-        "reward/zero_variance_groups": float(sum(_zero_variance(group) for group in groups)),
+        "reward/zero_variance_groups": float(dull),
+        "rollout/draws": float(len(groups)),
+        "rollout/informative_groups": float(len(groups) - dull),
+        "rollout/uninformative_share": dull / len(groups),
+        "rollout/unfilled_groups": float(quota.groups - sum(quota.counts(group) for group in groups)),
         "rollout/response_length": float(np.mean(lengths)),
         "rollout/truncated_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
         "rollout/duplicate_share": float(np.mean([_duplicate_share(group.samples) for group in groups])),
@@ -29,11 +41,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             values = [sample.rewards[name] for sample in samples if name in sample.rewards]
             metrics[f"reward/{name}"] = float(np.mean(values))
     return metrics
-
-
-def _zero_variance(group: Group) -> bool:
-    rewards = {sample.reward for sample in group.scored}
-    return len(rewards) <= 1
 
 
 def _duplicate_share(samples: Sequence[Sample]) -> float:

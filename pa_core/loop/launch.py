@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pa_core.config import TrainConfig
 from pa_core.errors import UserError
+from pa_core.loop.joining import joined
 from pa_core.loop.progress import ProgressBar
 from pa_core.loop.run import Run, prepare_run, sole_trainer
 from pa_core.loop.services import replica_set
@@ -29,12 +30,13 @@ def train_alone(run: Run) -> RunSummary:
         StopSignals() as signals,
         sole_trainer(run),
         replica_set(run) as replicas,
+        joined(run, signals) as (layout, ranks),
         ProgressBar() as bar,
     ):
-        return Trainer(run, signals, bar.update, replicas).run()
+        return Trainer(run, signals, bar.update, replicas, layout, ranks).run()
 
 
 def train_attached(run: Run) -> RunSummary:
     """Train with replicas that somebody else starts and stops; PA_API_KEY must be the run's key."""
-    with StopSignals() as signals, sole_trainer(run), ProgressBar() as bar:
-        return Trainer(run, signals, bar.update).run()
+    with StopSignals() as signals, sole_trainer(run), joined(run, signals) as (layout, ranks), ProgressBar() as bar:
+        return Trainer(run, signals, bar.update, None, layout, ranks).run()

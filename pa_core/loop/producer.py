@@ -69,7 +69,7 @@ class Producer:
         self._closing = False
         self._failure: Future[Any] = Future()
         self.in_flight = 0
-        pool.on_failure = self._fail
+        pool.on_failure = self.fail
         pool.on_late_load = self._note_load
 
     def _run_loop(self) -> None:
@@ -77,11 +77,11 @@ class Producer:
         try:
             self._loop.run_forever()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         if not self._closing:
-            self._fail(EngineError("the producer's event loop stopped, so nothing is generated any more"))
+            self.fail(EngineError("the producer's event loop stopped, so nothing is generated any more"))
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Have the trainer stop: whatever it waits for, the next group or :meth:`evaluate`, raises ``error``."""
         self._buffer.fail(error)
         if not self._failure.done():
@@ -115,23 +115,41 @@ class Producer:
                 f"replicas did not come up within engine.startup_timeout_s={timeout_s:g}: {self._pool.status()}"
             ) from None
 
-    def begin(self, version: int, prompts: Sequence[Prompt], sampling: SamplingConfig, group_size: int) -> None:
+    def begin(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        group_size: int,
+        replacement: Callable[[Group], Prompt | None] = lambda group: None,
+    ) -> None:
         """Open iteration ``version``: replicas load the version, and each gets work as soon as it has done so.
 
         Returns at once. A failure of any part reaches the trainer as the error of its next ``buffer.next``.
 
+        Args:
+            replacement: called once for each group, in the producer's thread, after the group is stored; gives the
+                prompt that takes its place in the same iteration, or None.
+
         Raises:
             EngineError: the producer's thread has ended.
         """
-        self._iteration = self._submit(self._produce(version, list(prompts), sampling, group_size))
+        self._iteration = self._submit(self._produce(version, list(prompts), sampling, group_size, replacement))
 
-    async def _produce(self, version: int, prompts: list[Prompt], sampling: SamplingConfig, group_size: int) -> None:
+    async def _produce(
+        self,
+        version: int,
+        prompts: list[Prompt],
+        sampling: SamplingConfig,
+        group_size: int,
+        replacement: Callable[[Group], Prompt | None],
+    ) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._load(version))
                 # The order of dispatch alone: buffer and trainer know nothing of it.
                 for prompt in prompts if self._lengths is None else self._lengths.longest_first(prompts):
-                    tasks.create_task(self._put(version, prompt, sampling, group_size))
+                    tasks.create_task(self._fill(version, prompt, sampling, group_size, replacement))
         except BaseExceptionGroup as failures:
             self._buffer.fail(_first(failures))
         except Exception as error:
@@ -144,11 +162,29 @@ class Producer:
     def _note_load(self, load: LoadAck) -> None:
         self._timeline.add("load", load.replica, load.started_at, load.ended_at, iteration=load.version)
 
-    async def _put(self, version: int, prompt: Prompt, sampling: SamplingConfig, group_size: int) -> None:
-        group = await self._group(version, prompt, sampling.temperature, sampling.max_tokens, group_size)
-        if self._lengths is not None:
-            self._lengths.observe(group)
-        await asyncio.to_thread(self._buffer.put, group)
+    async def _fill(
+        self,
+        version: int,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        group_size: int,
+        replacement: Callable[[Group], Prompt | None],
+    ) -> None:
+        """Put the group of ``prompt`` into the buffer, then those of the prompts that replace it, one by one."""
+        asked: Prompt | None = prompt
+        while asked is not None:
+            group = await self._group(version, asked, sampling.temperature, sampling.max_tokens, group_size)
+            if self._lengths is not None:
+                self._lengths.observe(group)
+            asked = replacement(await asyncio.to_thread(self._deliver, group))
+            if asked is not None:
+                self._buffer.admit(version, [asked.id])
+
+    def _deliver(self, group: Group) -> Group:
+        """Put ``group``; returns the one that the trainer gets, an earlier life's where that was stored already."""
+        if self._buffer.put(group):
+            return group
+        return self._buffer.stored(group.version, [group.id])[0]
 
     async def _group(self, version: int, prompt: Prompt, temperature: float, max_tokens: int, group_size: int) -> Group:
         """Generate and score one group at ``version``."""

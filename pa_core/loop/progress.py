@@ -24,6 +24,7 @@ class ProgressState:
         phase: starting, training, finishing, done, stopped or failed.
         iteration: iterations finished; ``iterations`` is the target.
         groups_consumed: groups of the current iteration that the trainer has consumed, of ``groups``.
+        groups_replaced: groups of it that were uninformative (dynamic sampling).
         groups_in_flight: groups on replicas or being scored.
         reward: mean reward of the last finished iteration.
         accuracy: held-out accuracy when it was last measured.
@@ -36,6 +37,7 @@ class ProgressState:
     iterations: int = 0
     groups_consumed: int = 0
     groups: int = 0
+    groups_replaced: int = 0
     groups_in_flight: int = 0
     reward: float | None = None
     accuracy: float | None = None
@@ -66,7 +68,8 @@ class ProgressState:
             parts.append(f"reward {self.reward:.3f}")
         if self.accuracy is not None:
             parts.append(f"held-out {self.accuracy:.3f}")
-        parts.append(f"groups {self.groups_consumed}/{self.groups}, {self.groups_in_flight} in flight")
+        replaced = f", {self.groups_replaced} uninformative" if self.groups_replaced else ""
+        parts.append(f"groups {self.groups_consumed}/{self.groups}{replaced}, {self.groups_in_flight} in flight")
         parts.append(f"ETA {self.eta}")
         return " · ".join(parts)
 

@@ -98,12 +98,13 @@ class Recorder:
     def begin(self) -> None:
         """An iteration opens: its window of the timeline starts."""
         self._window_start = time.time()
-        self._progress.groups_consumed = 0
+        self._progress.groups_consumed = self._progress.groups_replaced = 0
         self._tell("training")
 
-    def consumed(self, count: int) -> None:
-        """The trainer has consumed ``count`` groups of the iteration."""
+    def consumed(self, count: int, replaced: int = 0) -> None:
+        """The trainer has consumed ``count`` groups of the iteration; ``replaced`` others were uninformative."""
         self._progress.groups_consumed = count
+        self._progress.groups_replaced = replaced
         if time.time() - self._shown_at > PROGRESS_EVERY_S:
             self._tell("training")
 
@@ -112,12 +113,16 @@ class Recorder:
         self._windows = [*self._windows[-TRACED_ITERATIONS + 1 :], (t, self._window_start, time.time())]
         self._services.timeline.forget(before=self._windows[0][1])
 
-    def iteration(self, t: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Log iteration ``t`` in one batch, with its times and, now and then, a table of rollouts."""
+    def iteration(self, t: int, metrics: dict[str, float], groups: Sequence[Group], trained: Sequence[Group]) -> None:
+        """Log iteration ``t`` in one batch, with its times and, now and then, a table of rollouts.
+
+        Args:
+            groups: all that were generated. trained: those that contributed to the update; tokens are theirs.
+        """
         _, start, end = self._windows[-1]
         spans = self._services.timeline.spans(start, end)
         times = iteration_times(spans, start, end, self._services.replicas(spans))
-        tokens = sum(len(sample) for group in groups for sample in group.samples)
+        tokens = sum(len(sample) for group in trained for sample in group.samples)
         staleness = max(t - version for group in groups for sample in group.samples for version, _ in sample.versions)
         self.records.append(
             IterationRecord(
@@ -125,7 +130,7 @@ class Recorder:
                 reward=metrics.get("reward/mean"),
                 times=times,
                 tokens=tokens,
-                groups=len(groups),
+                groups=len(trained),
                 groups_duplicated=self._services.buffer.duplicates_of(t),
                 max_staleness=staleness,
             )

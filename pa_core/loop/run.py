@@ -7,7 +7,7 @@ import platform
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from pa_core.config import TrainConfig
-from pa_core.config_files import parse_config
+from pa_core.config_files import apply_override, parse_config
 from pa_core.errors import ConfigError
 from pa_core.store.objects import ObjectStore
 
@@ -83,8 +83,12 @@ def prepare_run(config: TrainConfig, name_hint: str = "run") -> Run:
     return Run(url, name, config, store)
 
 
-def open_run(url: str) -> Run:
-    """Open a prepared run. Raises :class:`ConfigError` when there is none at ``url``."""
+def open_run(url: str, overrides: Sequence[str] = ()) -> Run:
+    """Open a prepared run, its config changed by ``overrides``.
+
+    Raises:
+        ConfigError: when there is none at ``url``, or an override does not fit.
+    """
     if "://" not in url:
         url = str(Path(url).expanduser().resolve())
     store = ObjectStore.open(url)
@@ -95,16 +99,27 @@ def open_run(url: str) -> Run:
         name, tree = record["name"], record["config"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{url}/{RUN_KEY} is not the record of a run: {type(error).__name__}: {error}") from None
+    for override in overrides:
+        apply_override(tree, override)
     return Run(url, name, parse_config(tree), store)
 
 
-def resume_run(url: str) -> Run:
+def resume_run(url: str, overrides: Sequence[str] = ()) -> Run:
     """Open a run that is to go on.
 
+    Args:
+        overrides: how to go on; only what does not change the result may be another, ``parallel`` and ``trainer``.
+
     Raises:
-        ConfigError: when there is none at ``url``, or it is finished.
+        ConfigError: when there is none at ``url``, it is finished, or an override changes something else.
     """
-    run = open_run(url)
+    for override in overrides:
+        if not override.startswith(("parallel.", "trainer.")):
+            raise ConfigError(
+                f"override {override!r}: a stopped run goes on as it began; only keys of parallel and trainer may "
+                "change"
+            )
+    run = open_run(url, overrides)
     if run.store.exists(SUMMARY_KEY):
         raise ConfigError(f"{run.url} is finished, all {run.config.iterations} iterations of it; start a new run")
     return run

@@ -21,12 +21,13 @@ from pa_core.data.prompts import PromptSet, load_prompts, without
 from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run
+from pa_core.model.fixed_point import deterministic_kernels
 from pa_core.model.loading import LoadedModel, context_limit, load_policy
 from pa_core.rewards.pool import RewardPool
 from pa_core.rollout.connect import connect
 from pa_core.rollout.fabric import FabricTransfer
 from pa_core.rollout.pool import ReplicaPool
-from pa_core.rollout.process import ReplicaSet, fair_threads
+from pa_core.rollout.process import ReplicaSet, trainer_threads
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.store.rollouts import RolloutBuffer
 from pa_core.store.weights import WeightStore
@@ -104,8 +105,10 @@ class Services:
 
     def __init__(self, run: Run, replicas: ReplicaSet | None) -> None:
         config = run.config
-        torch.set_num_threads(config.trainer.threads or fair_threads(config.engine.replicas))
+        torch.set_num_threads(trainer_threads(config))
         torch.manual_seed(config.seed)
+        if config.deterministic:
+            deterministic_kernels()
         self.run = run
         self.patience_s = 2 * config.engine.request_timeout_s + 120
         self.rewards = RewardPool(config.rewards, config.scoring)  # first: a mistyped name should not cost a model

@@ -11,15 +11,19 @@ from pa_core.errors import Stopped
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into :class:`Stopped`, raised in the main thread.
+    """Turns the first SIGINT or SIGTERM into :class:`Stopped`, raised once, in the main thread.
 
-    Inside :meth:`uninterrupted` the exception waits until the block ends, so that weights, optimizer state and
-    published version always belong together. A second signal acts at once.
+    Inside :meth:`uninterrupted` the exception waits until the outermost block ends, so that weights, optimizer state
+    and published version always belong together. A second signal acts at once.
+
+    Attributes:
+        pending: a stop waits for an uninterrupted block to end.
     """
 
     def __init__(self) -> None:
-        self._shielded = False
+        self._depth = 0
         self._received: str | None = None
+        self.pending = False
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -32,16 +36,21 @@ class StopSignals:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         repeated = self._received is not None
         self._received = signal.Signals(number).name
-        if not self._shielded or repeated:
-            raise Stopped(f"stopped by {self._received}")
+        self.pending = True
+        if not self._depth or repeated:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.pending = False
+        raise Stopped(f"stopped by {self._received}")
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
         """Hold a stop back until the block is through."""
-        self._shielded = True
+        self._depth += 1
         try:
             yield
         finally:
-            self._shielded = False
-        if self._received is not None:
-            raise Stopped(f"stopped by {self._received}")
+            self._depth -= 1
+        if self.pending and not self._depth:
+            self._stop()

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pa_core.data.stream import PromptStream
 from pa_core.errors import Stopped
 from pa_core.loop import evaluation
+from pa_core.loop.draws import Draws, Quota
 from pa_core.loop.iteration import rollout_metrics
 from pa_core.loop.learner import Learner
 from pa_core.loop.progress import ProgressState
+from pa_core.loop.ranks import Ranks
 from pa_core.loop.record import Recorder
 from pa_core.loop.run import Run
-from pa_core.loop.schedule import deliveries, mini_batches
+from pa_core.loop.schedule import Selection, deliveries
 from pa_core.loop.services import Services
 from pa_core.loop.signals import StopSignals
-from pa_core.records import Group, Prompt
+from pa_core.model.parallel import Layout
 from pa_core.rollout.process import ReplicaSet
 from pa_core.store.checkpoints import CheckpointStore
 from pa_core.store.ledger import Ledger
@@ -41,6 +45,7 @@ class Trainer:
         signals: how a stop from outside arrives.
         show: told of every change of progress.
         replicas: the replica processes, where this program started them.
+        layout, ranks: this process's place among those that train together, of which it is the first.
     """
 
     def __init__(
@@ -49,17 +54,22 @@ class Trainer:
         signals: StopSignals,
         show: Callable[[ProgressState], None],
         replicas: ReplicaSet | None = None,
+        layout: Layout | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = run.config
         self.signals = signals
         self.services = Services(run, replicas)
         self.stream = PromptStream(self.services.problems.train, self.config.seed, self.config.data.shuffle)
-        self.learner = Learner(self.config, self.services.model.model)
+        self.learner = Learner(self.config, self.services.model.model, layout, ranks)
+        if ranks is not None:
+            ranks.on_failure = self.services.producer.fail
         self.recorder = Recorder(self.services, show)
         self.checkpoints = CheckpointStore(run.store)
         self.ledger = Ledger(run.store)
         self.cursor: dict[str, Any] = self.stream.state()
-        self.prompts: list[Prompt] = []
+        self.quota = Quota.of(run.config)
+        self.selection: Selection
         self.weights_sha256 = ""
         self.adapter_table: AdapterTable | None = None
         self.version_files = self.services.model_files
@@ -84,30 +94,27 @@ class Trainer:
         if first < end:
             self._begin(first)
         for t in range(first, end):
-            groups = self._consume(t)
+            selection = self._consume(t)
             with self.signals.uninterrupted():
                 self._step_and_publish(t)
             if t + 1 < end:
                 self._begin(t + 1)
-            self._book(t, groups)
+            self._book(t, selection)
         self._evaluate()
         self._fold()
         return self.recorder.finish(self.weights_sha256)
 
     def _begin(self, t: int) -> None:
         """Open iteration t: groups that the store already has are reused, the other prompts go to the producer."""
-        self.prompts = self.stream.take(self.config.prompts_per_iteration)
+        draws = Draws(self.stream, self.quota)
+        self.selection = Selection(self.quota, draws.prompts[0].index, self.config.optimizer.steps_per_iteration)
         self.recorder.begin()
-        ids = [prompt.id for prompt in self.prompts]
-        self.services.buffer.expect(t, ids)
-        stored = self.services.buffer.restore(t, ids)
-        missing = [prompt for prompt in self.prompts if prompt.id not in stored]
-        self.services.producer.begin(t, missing, self.config.sampling, self.config.group_size)
+        missing = draws.missing(partial(self.services.buffer.restore, t))
+        self.services.producer.begin(t, missing, self.config.sampling, self.config.group_size, draws.replacement)
 
-    def _consume(self, t: int) -> list[Group]:
+    def _consume(self, t: int) -> Selection:
         """Accumulate the gradient of iteration t's groups, in whatever order they finish."""
-        batches = mini_batches(self.prompts, self.config.optimizer.steps_per_iteration)
-        consumed: list[Group] = []
+        selection = self.selection
         current = 0
         self.learner.begin_iteration()
         arrivals = deliveries(
@@ -115,19 +122,29 @@ class Trainer:
             self.services.timeline,
             self.config.schedule,
             t,
-            batches,
+            selection,
             self.services.patience_s,
         )
         for number, groups in arrivals:
             if number != current:
                 self._step(t)
                 current = number
-            with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
-                self.learner.accumulate(groups)
-            consumed += groups
-            self.services.rewards.check(consumed, expected=len(self.prompts) * self.config.group_size)
-            self.recorder.consumed(len(consumed))
-        return consumed
+            if groups:
+                with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
+                    self.learner.accumulate(groups)
+            self.services.rewards.check(selection.arrived, expected=selection.most * self.config.group_size)
+            self.recorder.consumed(len(selection.trained), len(selection.uninformative))
+        if len(selection.trained) < self.quota.groups:
+            log.warning(
+                "iteration %d: only %d of %d groups are informative after sampling.dynamic.max_draws=%g times as many "
+                "prompts; it goes on with those. If that is the rule, the problems are too easy or too hard: change "
+                "data, or raise group_size or max_draws",
+                t + 1,
+                len(selection.trained),
+                self.quota.groups,
+                self.quota.draws / self.quota.groups,
+            )
+        return selection
 
     def _step_and_publish(self, t: int) -> None:
         """From version t to t+1, made visible in the store: the one moment at which the policy changes."""
@@ -156,18 +173,21 @@ class Trainer:
         version = self.learner.version
         with self.services.timeline.span("publish", TRAIN, max(0, version - 1), version=version):
             manifest = self.services.weights.publish(
-                version, self.learner.weights(), self.version_files, self.adapter_table
+                version, self.learner.whole_weights(), self.version_files, self.adapter_table
             )
         self.weights_sha256 = manifest.weights_sha256
         if self.services.fabric is not None:
             self.services.fabric.offer(version)
 
-    def _book(self, t: int, groups: list[Group]) -> None:
+    def _book(self, t: int, selection: Selection) -> None:
         """Record iteration t while the replicas already generate for t+1."""
         with self.services.timeline.span("log", TRAIN, t):
-            self.ledger.write(t, [group.id for group in groups])
-            self.services.buffer.compact(t, groups, self.learner.advantages)
-            self.recorder.iteration(t, rollout_metrics(groups) | self.learner.metrics(), groups)
+            uninformative = sorted(group.id for group in selection.uninformative)
+            facts = {"uninformative": uninformative} if self.quota.dynamic else {}
+            self.ledger.write(t, [group.id for group in selection.trained], facts)
+            self.services.buffer.compact(t, selection.arrived, self.learner.advantages)
+            metrics = rollout_metrics(selection.arrived, self.quota) | self.learner.metrics()
+            self.recorder.iteration(t, metrics, selection.arrived, selection.trained)
         if self.config.checkpoint.every and (t + 1) % self.config.checkpoint.every == 0:
             self._checkpoint()
         kept = set(self.checkpoints.versions()) | set(
@@ -176,7 +196,9 @@ class Trainer:
         self.services.weights.retain(kept)
 
     def _fold(self) -> None:
-        """With LoRA: make the model in memory the whole final policy, exactly as replicas have it."""
+        """Make the model in memory the whole final policy where it is not: with LoRA, or spread over processes."""
+        if self.learner.ranks is not None:
+            self.services.weights.load_into(self.learner.version, self.services.model.model)
         if self.learner.adapter is not None:
             with PolicyReader(self.services.weights).open(self.learner.version) as delivery:
                 self.learner.adapter.fold(delivery.read)
@@ -197,7 +219,7 @@ class Trainer:
                 "cursor": self.cursor,
                 "record": self.recorder.state(),
             }
-            self.checkpoints.save(version, self.learner.optimizer_tensors(), state)
+            self.checkpoints.save(version, self.learner.save_optimizer, state)
             self.checkpoints.retain(self.config.checkpoint.keep)
 
     def _restore(self) -> None:
@@ -208,8 +230,9 @@ class Trainer:
         """
         version = self.checkpoints.latest() or 0
         if version:
-            tensors, state = self.checkpoints.load(version)
-            self.learner.restore(version, self.services.weights.load(version), tensors, state["steps"])
+            found = self.checkpoints.load(version)
+            state, files = found.state, [asdict(file) for file in found.files]
+            self.learner.restore(self.services.run.url, version, found.url, found.folder, files, state["steps"])
             self.recorder.restore(state["record"])
             self.stream.restore(state["cursor"])
             self.cursor = state["cursor"]

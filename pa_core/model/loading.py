@@ -85,6 +85,17 @@ def load_policy(config: ModelConfig) -> LoadedModel:
     return LoadedModel(model, tokenizer, source, fingerprint(model), eos_token_ids(model, tokenizer))
 
 
+def load_structure(config: ModelConfig) -> PreTrainedModel:
+    """The model without its weights: tensors are on the meta device. Raises as :func:`load_policy`."""
+    source = resolve_source(config.path)
+    with _named_errors(config.path), torch.device("meta"):
+        structure = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            structure, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+    return model
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer alone: no weights are read. Raises as :func:`load_policy`."""
     source = resolve_source(config.path)

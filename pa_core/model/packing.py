@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pa_core.model.layout import PromptLayout, build_layout
+from pa_core.model.rope import RopeLimit
 from pa_core.records import Group
 
 Attention = Literal["shared_prompt", "per_sample"]
@@ -90,7 +91,8 @@ class PackedBatch:
         engine_logprobs: f32[T], log-probabilities (nats) at sampling.
         sample_index: i64[T], which of the batch's samples a token is from, 0 … S-1.
         sample_tokens: i64[S], trained tokens per sample, 0 for an empty response.
-        layout: attention blocks of a shared row; None for ``per_sample``.
+        shortest, longest: prompt + computed response tokens of the batch's shortest and longest sample.
+        layout: who attends to whom in a shared row; None for ``per_sample``.
     """
 
     input_ids: Tensor
@@ -101,6 +103,8 @@ class PackedBatch:
     engine_logprobs: Tensor
     sample_index: Tensor
     sample_tokens: Tensor
+    shortest: int
+    longest: int
     layout: PromptLayout | None
 
     @property
@@ -115,13 +119,16 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved, layout=None if self.layout is None else self.layout.to(device))
 
 
-def _flat_fields(groups: Sequence[TrainGroup]) -> dict[str, Tensor]:
+def _flat_fields(groups: Sequence[TrainGroup]) -> dict[str, Any]:
     """The fields of :class:`PackedBatch` that do not depend on the input layout."""
     samples = [sample for group in groups for sample in group.samples]
+    contexts = [_context(group, sample) for group in groups for sample in group.samples]
     counts = np.array([sample.tokens for sample in samples], dtype=np.int64)
 
     def flat(arrays: list[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
@@ -136,7 +143,14 @@ def _flat_fields(groups: Sequence[TrainGroup]) -> dict[str, Tensor]:
         ),
         "sample_index": torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
         "sample_tokens": torch.from_numpy(counts),
+        "shortest": min(contexts),
+        "longest": max(contexts),
     }
+
+
+def _context(group: TrainGroup, sample: TrainSample) -> int:
+    """Tokens that a sample's last computed position sees, itself included."""
+    return len(group.prompt_ids) + sample.inputs
 
 
 def _predictors(sample: TrainSample, prompt_end: int, response_start: int) -> NDArray[np.int64]:
@@ -199,47 +213,84 @@ def _pack_per_sample(groups: Sequence[TrainGroup]) -> PackedBatch:
     )
 
 
-def _cost(groups: Sequence[TrainGroup], attention: Attention) -> int:
-    """Tokens that a forward pass over these groups computes, padding included."""
-    if attention == "shared_prompt":
-        return sum(len(group.prompt_ids) + sum(sample.inputs for sample in group.samples) for group in groups)
-    rows = [len(group.prompt_ids) + sample.inputs for group in groups for sample in group.samples]
-    return len(rows) * max(rows, default=0)
+@dataclass(frozen=True)
+class _Size:
+    """What decides how many tokens a forward pass over some groups computes.
+
+    Attributes:
+        shared: prompts + response inputs, in tokens.
+        rows: samples.
+        width: longest context.
+    """
+
+    shared: int = 0
+    rows: int = 0
+    width: int = 0
+
+    def __add__(self, other: _Size) -> _Size:
+        return _Size(self.shared + other.shared, self.rows + other.rows, max(self.width, other.width))
+
+    def cost(self, attention: Attention) -> int:
+        """Computed tokens; for ``per_sample`` padding included."""
+        return self.shared if attention == "shared_prompt" else self.rows * self.width
 
 
-def _split(group: TrainGroup, token_budget: int, attention: Attention) -> list[TrainGroup]:
+def _split(group: TrainGroup, token_budget: int, attention: Attention) -> list[tuple[TrainGroup, _Size]]:
     """Parts of a group within the budget, by responses; a single sample above it stays a part of its own.
 
     Exact, since advantages are fixed per sample and the loss is a sum over samples.
     """
-    parts: list[TrainGroup] = []
+    parts: list[tuple[TrainGroup, _Size]] = []
+    prompt = _Size(shared=len(group.prompt_ids))
     taken: list[TrainSample] = []
+    size = prompt
     for sample in group.samples:
-        grown = replace(group, samples=(*taken, sample))
-        if taken and _cost([grown], attention) > token_budget:
-            parts.append(replace(group, samples=tuple(taken)))
-            taken = []
+        added = _Size(sample.inputs, 1, _context(group, sample))
+        if taken and (size + added).cost(attention) > token_budget:
+            parts.append((replace(group, samples=tuple(taken)), size))
+            taken, size = [], prompt
         taken.append(sample)
+        size += added
     if taken:
-        parts.append(replace(group, samples=tuple(taken)))
+        parts.append((replace(group, samples=tuple(taken)), size))
     return parts
 
 
+def _first_fit(groups: Sequence[TrainGroup], token_budget: int, attention: Attention) -> list[list[TrainGroup]]:
+    batches: list[list[TrainGroup]] = []
+    sizes: list[_Size] = []
+    for group in groups:
+        for part, size in _split(group, token_budget, attention):
+            together = ((number, taken + size) for number, taken in enumerate(sizes))
+            fitting = next((found for found in together if found[1].cost(attention) <= token_budget), None)
+            if fitting is None:
+                batches.append([part])
+                sizes.append(size)
+            else:
+                batches[fitting[0]].append(part)
+                sizes[fitting[0]] = fitting[1]
+    return batches
+
+
 def micro_batches(
-    groups: Sequence[TrainGroup], token_budget: int, attention: Attention = "shared_prompt"
+    groups: Sequence[TrainGroup],
+    token_budget: int,
+    attention: Attention = "shared_prompt",
+    rope: RopeLimit | None = None,
 ) -> list[list[TrainGroup]]:
     """Spread groups over micro-batches of at most ``token_budget`` computed tokens, each ready for :func:`pack`.
 
     Whole groups, first fit in the given order; a group above the budget is split by responses. Groups without
     samples vanish. Only a single prompt + response longer than the budget exceeds it.
+
+    Args:
+        rope: samples up to its limit and beyond it never share a micro-batch.
     """
-    bins: list[list[TrainGroup]] = []
+    if rope is None:
+        return _first_fit(groups, token_budget, attention)
+    sides: tuple[list[TrainGroup], list[TrainGroup]] = ([], [])
     for group in groups:
-        for part in _split(group, token_budget, attention):
-            for candidate in bins:
-                if _cost([*candidate, part], attention) <= token_budget:
-                    candidate.append(part)
-                    break
-            else:
-                bins.append([part])
-    return bins
+        for side, beyond in zip(sides, (False, True), strict=True):
+            kept = tuple(sample for sample in group.samples if (_context(group, sample) > rope.tokens) == beyond)
+            side.append(replace(group, samples=kept))
+    return [batch for side in sides for batch in _first_fit(side, token_budget, attention)]

@@ -12,15 +12,34 @@ from transformers import PreTrainedModel
 from pa_core.errors import ModelError
 from pa_core.model.attention import ATTENTION_NAME
 from pa_core.model.packing import Attention, PackedBatch, TrainGroup, TrainSample, pack
+from pa_core.model.rope import rope_limit
 
 # Allowed mean and maximum of the differences, in nats. Rounding alone gives a maximum of about 1e-5 in float32, and
 # one of 0.1 to 0.2 with a mean of 0.03 in bfloat16, for a 30-layer model; broken attention moves them by about 1.
 _TOLERANCES = {torch.float32: (5e-5, 5e-4), torch.bfloat16: (0.1, 1.0), torch.float16: (0.02, 0.2)}
 _SHAPES = ((9, (4, 7, 0, 1)), (13, (5, 3)), (40, (2, 6, 6)))
+# A larger sliding window is not exceeded by the probe, which would take longer than the check is worth.
+_PROBED_WINDOW = 256
 
 
-def _probe_groups(vocabulary: int) -> list[TrainGroup]:
+def own_implementation(model: PreTrainedModel) -> str:
+    """The library's attention implementation that computes ``model`` as it is meant to be."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def _shapes(model: PreTrainedModel) -> list[tuple[int, tuple[int, ...]]]:
+    """Prompt and response lengths of the probe, with a sample longer than a small sliding window."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or _PROBED_WINDOW + 1
+    shapes = [*_SHAPES, (window + 5, (9, min(window, 40) + 3))] if window <= _PROBED_WINDOW else list(_SHAPES)
+    limit = rope_limit(config)
+    # One batch must not mix contexts that a rotary embedding treats differently.
+    return [shape for shape in shapes if limit is None or shape[0] + max(shape[1]) <= limit.tokens]
+
+
+def probe_groups(model: PreTrainedModel) -> list[TrainGroup]:
     """Random groups with ragged responses, the same for every call."""
+    vocabulary = model.get_input_embeddings().num_embeddings
     generator = np.random.default_rng(0)
 
     def tokens(length: int) -> np.ndarray:
@@ -35,7 +54,7 @@ def _probe_groups(vocabulary: int) -> list[TrainGroup]:
                 for length in lengths
             ),
         )
-        for number, (prompt_length, lengths) in enumerate(_SHAPES)
+        for number, (prompt_length, lengths) in enumerate(_shapes(model))
     ]
 
 
@@ -67,11 +86,11 @@ def check_logprobs(model: PreTrainedModel, attention: Attention, logprobs: Calla
         ModelError: when it is above what rounding explains. The message names the setting to change.
     """
     implementation = model.config._attn_implementation
-    groups = _probe_groups(model.get_input_embeddings().num_embeddings)
+    groups = probe_groups(model)
     ours = logprobs(pack(groups, attention).to(model.device))
     try:
         if implementation == ATTENTION_NAME:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(own_implementation(model))
         truth = _own_logprobs(model, groups)
     finally:
         model.set_attn_implementation(implementation)
@@ -83,7 +102,7 @@ def check_logprobs(model: PreTrainedModel, attention: Attention, logprobs: Calla
         fix = (
             "set model.attention=per_sample"
             if attention == "shared_prompt"
-            else "the model's output head is more than a linear layer on its last hidden state, which is not supported"
+            else "what the model does between its last hidden state and its logits is not supported"
         )
         raise ModelError(
             f"model.attention={attention}: log-probabilities of {type(model).__name__} differ from its own forward by "

@@ -14,19 +14,21 @@ sampled from, hence no dropout. Gradients flow regardless. Do not call ``train()
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pa_core.errors import ModelError
-from pa_core.model.attention import ATTENTION_NAME, require_exact, require_window
+from pa_core.model.checkpointing import checkpoint_layers
+from pa_core.model.choice import AttentionChoice, prepare_attention
+from pa_core.model.logits import logit_rule
 from pa_core.model.logprobs import token_logprobs
-from pa_core.model.packing import Attention, PackedBatch, TrainGroup, micro_batches, pack
-from pa_core.model.selfcheck import check_logprobs
+from pa_core.model.packing import PackedBatch, TrainGroup, micro_batches, pack
+from pa_core.model.rope import rope_limit
 
 if TYPE_CHECKING:  # peft takes seconds to import, which only runs with an adapter should wait for
     from pa_core.model.adapters import Adapter
@@ -49,10 +51,14 @@ class TriLogprobs:
     entropy: Tensor
 
 
-def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    duplicate = copy.deepcopy(model)
-    duplicate.requires_grad_(False)
-    duplicate.eval()
+def _frozen_copy(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A copy without gradients; its parameters, but not its buffers, in ``dtype``."""
+    # Rotary frequencies are buffers: rounded ones would turn later positions by visible angles.
+    converted = {
+        id(parameter): nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)
+        for parameter in model.parameters()
+    }
+    duplicate: PreTrainedModel = copy.deepcopy(model, dict(converted)).eval()
     return duplicate
 
 
@@ -63,20 +69,26 @@ class TriModel:
     model, and load a checkpoint's weights into :attr:`policy` afterwards.
 
     Attributes:
+        attention: the attention it is trained with: ``shared_prompt`` or ``per_sample``.
         policy: the model that is trained.
         reference: the model of the KL term, or None; with an adapter the policy itself.
         old: the model of the old policy, or None while that is the policy; with an adapter the policy itself.
+        partial: names of parameters whose gradient has to be summed over processes; none here.
     """
+
+    partial: frozenset[str] = frozenset()
 
     def __init__(
         self,
         policy: PreTrainedModel,
-        attention: Attention = "shared_prompt",
+        attention: AttentionChoice = "shared_prompt",
         *,
         with_reference: bool = False,
         with_old: bool = False,
         self_check: bool = True,
         adapter: Adapter | None = None,
+        activation_checkpointing: bool = False,
+        reference_dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare ``policy`` in place for the chosen attention and check it against its own forward.
 
@@ -85,37 +97,40 @@ class TriModel:
             with_old: keep a snapshot as old policy (``optimizer.steps_per_iteration`` > 1).
             adapter: the adapter inside ``policy`` that is trained instead of its weights; nothing is copied then
                 but, for the old policy, the adapter's tensors.
+            activation_checkpointing: compute the policy's layers again in the backward pass instead of keeping what
+                they made.
+            reference_dtype: type of the reference's parameters; None: the policy's. Rounding moves its
+                log-probabilities by some hundredths of a nat, which the KL term takes smoothly. The old policy has no
+                such choice: there, rounding would move every ratio, and with it which tokens are clipped.
 
         Raises:
             ModelError: when log-probabilities would not be the model's own; names the setting to change.
         """
-        self.attention = attention
         self.policy = policy.eval()
-        if attention == "shared_prompt":
-            require_exact(policy.config)
-            policy.set_attn_implementation(ATTENTION_NAME)
-            if policy.config._attn_implementation != ATTENTION_NAME:
-                raise ModelError(
-                    f"model.attention=shared_prompt: {type(policy).__name__} does not take an attention function; "
-                    "set model.attention=per_sample"
-                )
-        elif policy.config._attn_implementation == ATTENTION_NAME:
-            policy.set_attn_implementation("sdpa")
-        self.self_check_difference: float | None = None
-        if self_check:
-            self.self_check_difference = check_logprobs(
-                policy, attention, lambda batch: self._forward(policy, batch, 1.0)[0]
-            )
+        if activation_checkpointing:
+            checkpoint_layers(policy)
+        self._rope = rope_limit(policy.config)
+        self._logits = logit_rule(policy.config)
+        self.attention, self.self_check_difference = prepare_attention(
+            policy, attention, lambda batch: self._forward(policy, batch, 1.0)[0], self_check=self_check
+        )
         kept = policy if adapter is not None else None
-        self.reference = (kept or _frozen_copy(policy)) if with_reference else None
+        self.reference = (kept or _frozen_copy(policy, reference_dtype)) if with_reference else None
         self.old = (kept or _frozen_copy(policy)) if with_old else None
         self._adapter = adapter
         self._old_adapter: dict[str, Tensor] = {}
         self.snapshot_old()
 
+    def own_micro_batches(self, groups: list[TrainGroup], token_budget: int) -> Sequence[PackedBatch | None]:
+        """What this process computes of ``groups``: all of it, since it is the only one."""
+        return self.micro_batches(groups, token_budget)
+
+    def idle(self, temperature: float) -> None:
+        """Take part in a step that others compute: there are none."""
+
     def micro_batches(self, groups: list[TrainGroup], token_budget: int) -> list[PackedBatch]:
         """Packed micro-batches of at most ``token_budget`` computed tokens, on the policy's device."""
-        parts = micro_batches(groups, token_budget, self.attention)
+        parts = micro_batches(groups, token_budget, self.attention, self._rope)
         return [pack(part, self.attention).to(self.policy.device) for part in parts]
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> TriLogprobs:
@@ -153,10 +168,11 @@ class TriModel:
 
     def _forward(self, model: PreTrainedModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy, ``[T]`` each."""
+        if self._rope is not None:
+            self._rope.check(batch.shortest, batch.longest)
         keywords = {}
         if batch.layout is not None:
-            require_window(model.config, batch.layout)
             keywords = {"shared_prompt": batch.layout, "position_ids": batch.position_ids}
         output = model.base_model(input_ids=batch.input_ids, use_cache=False, **keywords)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
-        return token_logprobs(model.get_output_embeddings(), hidden, batch.targets, temperature)
+        return token_logprobs(model.get_output_embeddings(), hidden, batch.targets, temperature, self._logits)

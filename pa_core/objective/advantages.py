@@ -44,7 +44,7 @@ def group_advantages(rewards: Tensor, convention: AdvantageConvention) -> GroupA
 
     Args:
         rewards: ``[K]``, NaN where a sample is unscored.
-        convention: std within the group or none; ``batch`` needs :func:`batch_advantages`.
+        convention: std within the group or none; that of a batch needs :func:`batch_advantages`.
 
     Fewer than two scored samples give zeros and ``trainable`` False. ``leave_one_out`` takes both statistics over the
     *other* samples and does not divide where their std is 0, as NeMo-RL does.
@@ -52,22 +52,25 @@ def group_advantages(rewards: Tensor, convention: AdvantageConvention) -> GroupA
     Raises:
         ValueError: for a batch-level std.
     """
-    if convention.std == "batch":
-        raise ValueError("std='batch' needs the rewards of every group; use batch_advantages")
+    if convention.whole_batch:
+        raise ValueError(f"std={convention.std!r} needs the rewards of every group; use batch_advantages")
     return _advantages(rewards, convention, None)
 
 
 def batch_advantages(rewards: Sequence[Tensor], convention: AdvantageConvention) -> list[GroupAdvantages]:
-    """Advantages of all groups of an iteration; with ``std='batch'`` they share one std.
+    """Advantages of all groups of an iteration; with a batch-level std they share one std.
 
-    The batch std is the root of the summed squared distances to each group's mean over (samples - 1), as AReaL has it
-    (mean level group, std level batch); groups with fewer than two scored samples stay out of it.
+    ``batch``: the root of the summed squared distances to each group's mean over (samples - 1), as AReaL has it (mean
+    level group, std level batch); groups with fewer than two scored samples stay out of it. ``batch_rewards``: the
+    unbiased std of all scored rewards (TRL's ``scale_rewards="batch"``; arXiv 2508.08221).
     """
-    if convention.std != "batch":
+    if not convention.whole_batch:
         return [group_advantages(group, convention) for group in rewards]
     scored = [group[~group.isnan()].double() for group in rewards]
-    centred = torch.cat([torch.empty(0).double(), *(group - group.mean() for group in scored if len(group) >= 2)])
-    std = float((centred.square().sum() / max(len(centred) - 1, 1)).sqrt())
+    if convention.std == "batch":
+        scored = [group - group.mean() for group in scored if len(group) >= 2]
+    sample = torch.cat([torch.empty(0).double(), *scored])
+    std = float(sample.std()) if len(sample) >= 2 else 0.0
     return [_advantages(group, convention, std) for group in rewards]
 
 
@@ -94,7 +97,7 @@ def _normalised(scored: Tensor, convention: AdvantageConvention, batch_std: floa
     advantages = scored - baseline
     if convention.std == "none":
         return advantages
-    if convention.std == "batch":
+    if convention.whole_batch:
         assert batch_std is not None
         return advantages / (batch_std + convention.eps)
     divisor = max(sample.shape[1] - (1 if convention.std == "unbiased" else 0), 1)

@@ -89,13 +89,20 @@ class RewardPool:
     async def score(self, group: Group) -> None:
         """Fill ``reward``, ``rewards`` and ``unscored`` of every sample of the group.
 
+        Rewards see the prompt's metadata and, as ``metadata["response_tokens"]``, the length of the response.
+
         Raises:
             RewardError: when the workers do not answer at all; a reward that fails or hangs only unscores its samples.
         """
         if self._pool is None:
             raise RuntimeError("RewardPool.start() comes before score()")
         calls = [
-            self._call(config.name, sample.text, group.prompt.answer, group.prompt.metadata)
+            self._call(
+                config.name,
+                sample.text,
+                group.prompt.answer,
+                {**group.prompt.metadata, "response_tokens": len(sample)},
+            )
             for sample in group.samples
             for config in self._rewards
         ]
@@ -123,7 +130,7 @@ class RewardPool:
                 raise RewardError("the reward workers are closed")
             try:
                 future = pool.schedule(
-                    worker.call, args=(name, response, answer, dict(metadata)), timeout=self._scoring.timeout_s
+                    worker.call, args=(name, response, answer, metadata), timeout=self._scoring.timeout_s
                 )
             except RuntimeError:  # pebble: the pool is no longer active
                 await self._replace(pool)

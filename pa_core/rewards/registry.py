@@ -25,6 +25,7 @@ BUILT_IN = {
     "concise": "pa_core.rewards.text:concise",
     "closeness": "pa_core.rewards.text:closeness",
     "integer_only": "pa_core.rewards.text:integer_only",
+    "overlong": "pa_core.rewards.length:overlong",
     "equation": "pa_core.rewards.arithmetic:equation",
     "restates": "pa_core.rewards.arithmetic:restates",
     "result": "pa_core.rewards.arithmetic:result",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pa_core.config import EngineConfig
+from pa_core.config import EngineConfig, TrainConfig
 from pa_core.errors import EngineError, UserError
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.rollout.supervisor import Supervisor
@@ -29,6 +29,14 @@ from pa_core.store.registry import ReplicaRegistry
 GUARD_VARIABLE = "PA_GUARD_FD"
 """Environment variable with the number of the file descriptor that a child watches."""
 
+
+LAUNCHER_VARIABLES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    }
+)
+"""Environment variables by which torchrun tells a process its place."""
 
 INDEX_VARIABLE = "PA_REPLICA_INDEX"
 """Environment variable with the number of a vLLM replica among those of its run, which chooses its devices."""
@@ -126,7 +134,7 @@ def spawn(command: Sequence[str], log_path: Path, env: Mapping[str, str] | None 
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {}), GUARD_VARIABLE: str(read_end)},
+                env={**_inherited(), **(env or {}), GUARD_VARIABLE: str(read_end)},
                 pass_fds=(read_end,),
                 start_new_session=True,
             )
@@ -136,6 +144,15 @@ def spawn(command: Sequence[str], log_path: Path, env: Mapping[str, str] | None 
     finally:
         os.close(read_end)
     return ChildProcess(popen, write_end, log_path)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment without its place among processes that train together: no child has that place."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def stop_all(processes: Sequence[ChildProcess], timeout: float = 15.0) -> None:
@@ -152,6 +169,12 @@ def fair_threads(replicas: int) -> int:
     """CPU threads for each replica when ``replicas`` of them and a trainer share this machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // (replicas + 1))
+
+
+def trainer_threads(config: TrainConfig) -> int:
+    """CPU threads of each process that trains: as configured, or a fair share of its machine's cores."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or config.parallel.processes)
+    return config.trainer.threads or fair_threads(config.engine.replicas + here - 1)
 
 
 class ReplicaSet:

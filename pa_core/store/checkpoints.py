@@ -1,8 +1,9 @@
 """Checkpoints: what is needed to go on exactly where a run stopped.
 
-``checkpoints/v000012/`` holds the optimizer's tensors (safetensors), ``state.json`` (schedule, random generators, data
-cursor, ledger, …) and, written last and exclusively, ``manifest.json``. The policy's weights are those of
-``weights/v000012``, referred to by digest and not copied. Everything is flushed to the disk.
+``checkpoints/v000012/`` holds the optimizer's tensors and the random generator's (:mod:`pa_core.store.dcp`: a layout of
+processes may load what another one has stored), ``state.json`` (schedule, data cursor, record, …) and, written last and
+exclusively, ``manifest.json``. The policy's weights are those of ``weights/v000012``, referred to by digest and not
+copied. Everything is flushed to the disk.
 
 ``checkpoints/latest.json`` names versions to look at, newest first. It is written *before* a checkpoint, and a version
 counts only if its manifest exists, so a crash at any moment leaves the last complete one in force.
@@ -12,40 +13,59 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 from pa_core.errors import StoreError
 from pa_core.store.objects import ObjectStore
-from pa_core.store.shards import StoredFile, plan_shards, read_shard, verified_files, write_shards
-from pa_core.store.weights import MANIFEST, SHARD_BYTES, WeightStore, version_name
+from pa_core.store.shards import StoredFile, verified_files
+from pa_core.store.weights import MANIFEST, WeightStore, version_name
 
 LATEST = "latest.json"
 STATE = "state.json"
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, its state verified.
+
+    Attributes:
+        version: policy version, whose weights are ``WeightStore``'s.
+        state: what :meth:`CheckpointStore.save` was given.
+        url, folder: where the tensors are.
+        files: their files, to be verified by who reads them.
+    """
+
+    version: int
+    state: dict[str, Any]
+    url: str
+    folder: str
+    files: list[StoredFile]
+
+
 class CheckpointStore:
-    """Checkpoints below a run's store; only the trainer's first process writes them."""
+    """Checkpoints below a run's store; only the trainer's first process calls this."""
 
-    def __init__(self, store: ObjectStore, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         self._store = store.child("checkpoints")
-        self._weights = WeightStore(store, shard_bytes)
-        self._shard_bytes = shard_bytes
+        self._weights = WeightStore(store)
 
-    def save(self, version: int, optimizer_tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+    def save(
+        self, version: int, write_tensors: Callable[[str, str], list[StoredFile]], state: Mapping[str, Any]
+    ) -> None:
         """Write a checkpoint of a version whose weights are published.
 
         One that exists with the same weights is kept; one with other weights is replaced.
+
+        Args:
+            write_tensors: stores the tensors at a URL below a key prefix and returns the files that it has written.
 
         Raises:
             StoreError: the weights are not published, or the store cannot be written; nothing of it remains then.
             TypeError: ``state`` holds something JSON cannot express.
         """
         data = json.dumps(state).encode()
-        shards, tied = plan_shards(optimizer_tensors, self._shard_bytes)
         weights = self._weights.require(version)
         existing = self._manifest(version)
         if existing is not None and existing["weights_sha256"] == weights.weights_sha256:
@@ -55,17 +75,15 @@ class CheckpointStore:
         for unfinished in set(self._candidates()) - others:
             self._remove(unfinished)
         self._store.publish(LATEST, json.dumps(sorted(others | {version}, reverse=True)).encode(), exclusive=False)
-        names = [f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         folder = version_name(version)
         try:
-            files = write_shards(self._store, folder, names, shards, durable=True)
+            files = write_tensors(self._store.url, folder)
             self._store.publish(f"{folder}/{STATE}", data)
             files.append(StoredFile(STATE, len(data), hashlib.sha256(data).hexdigest()))
             manifest = {
                 "version": version,
                 "weights_sha256": weights.weights_sha256,
                 "files": [asdict(file) for file in files],
-                "tied": tied,
             }
             self._store.publish(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
         except BaseException as error:
@@ -92,11 +110,11 @@ class CheckpointStore:
         """The newest version with a complete checkpoint, or None."""
         return next(iter(self.versions()), None)
 
-    def load(self, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The optimizer's tensors (on the CPU) and the state of a checkpoint; its weights are ``WeightStore``'s.
+    def load(self, version: int) -> Checkpoint:
+        """The checkpoint of a version.
 
         Raises:
-            StoreError: there is none, a file fails its size or sha256, or its weights are gone or others.
+            StoreError: there is none, its state fails size or sha256, or its weights are gone or others.
         """
         folder = version_name(version)
         manifest = self._manifest(version)
@@ -108,17 +126,11 @@ class CheckpointStore:
                 f"store {self._store.url}: the weights of version {version} are not those of its checkpoint "
                 f"({weights.weights_sha256[:12]}, not {manifest['weights_sha256'][:12]})"
             )
-        tensors: dict[str, torch.Tensor] = {}
-        state: dict[str, Any] = {}
         files = [StoredFile(**file) for file in manifest["files"]]
-        with verified_files(self._store, folder, files) as paths:
-            for path, file in zip(paths, files, strict=True):
-                if file.name == STATE:
-                    state = json.loads(path.read_bytes())
-                else:
-                    tensors |= dict(read_shard(path))
-        tensors |= {name: tensors[owner].clone() for name, owner in manifest["tied"].items()}
-        return tensors, state
+        with verified_files(self._store, folder, [file for file in files if file.name == STATE]) as (path,):
+            state = json.loads(path.read_bytes())
+        tensors = [file for file in files if file.name != STATE]
+        return Checkpoint(version, state, self._store.url, folder, tensors)
 
     def retain(self, keep: int) -> list[int]:
         """Remove all but the newest ``keep`` checkpoints, manifest first; the kept versions, newest first."""

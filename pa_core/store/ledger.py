@@ -15,7 +15,10 @@ from pa_core.store.weights import version_name, version_of
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One iteration: ``group_ids`` (sorted) were consumed at ``version``; ``facts`` is whatever else was recorded."""
+    """One iteration: ``group_ids`` (sorted) were consumed at ``version``; ``facts`` is whatever else was recorded.
+
+    With dynamic sampling, ``facts["uninformative"]`` has the ids of the groups that were generated and not trained on.
+    """
 
     version: int
     group_ids: tuple[str, ...]

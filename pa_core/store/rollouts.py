@@ -81,6 +81,14 @@ class RolloutBuffer:
             self._delivered = {past: known for past, known in self._delivered.items() if past >= oldest}
             self._expected[version] = set(ids)
 
+    def admit(self, version: int, ids: Sequence[str]) -> None:
+        """Let further group ids belong to iteration ``version``, which this opens if :meth:`expect` has not."""
+        with self._changed:
+            if version in self._expected:
+                self._expected[version] |= set(ids)
+                return
+        self.expect(version, ids)
+
     def put(self, group: Group) -> bool:
         """Store a group, then make it available; returns once it is stored.
 
@@ -206,13 +214,13 @@ class RolloutBuffer:
             groups = {group.id: group for group in compacted if group.id in set(ids)} | groups
         return [groups[group_id] for group_id in ids if group_id in groups]
 
-    def restore(self, version: int, ids: Sequence[str]) -> set[str]:
-        """Open iteration ``version``, with what the store has of it available as if it had just been put.
+    def restore(self, version: int, ids: Sequence[str]) -> list[Group]:
+        """Admit ``ids`` to iteration ``version``; what the store has of them is available as if it had just been put.
 
         Returns:
-            the ids that need no generation.
+            the groups that need no generation.
         """
-        self.expect(version, ids)
+        self.admit(version, ids)
         found = self.stored(version, ids)
         for group in found:
             self._check_form(group)
@@ -225,7 +233,7 @@ class RolloutBuffer:
                 self._acknowledged[version, group.id] = done
             self.restored += len(new)
         self._make_available(new)
-        return {group.id for group in found}
+        return found
 
     def compact(
         self,

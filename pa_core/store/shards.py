@@ -13,7 +13,7 @@ import hashlib
 import json
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,48 @@ class TensorTable:
     tied: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class DeferredTensor:
+    """A tensor that exists as a whole only while it is written, because processes hold parts of it.
+
+    Attributes:
+        identity: equal for names that share one tensor.
+        fetch: the tensor, on the CPU.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    identity: object
+    fetch: Callable[[], torch.Tensor]
+
+    def numel(self) -> int:
+        """Entries."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Bytes per entry."""
+        return self.dtype.itemsize
+
+    def detach(self) -> DeferredTensor:
+        """Itself: there is no gradient."""
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        """The tensor, made now."""
+        return self.fetch()
+
+
+Storable = torch.Tensor | DeferredTensor
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a safetensors name; :class:`StoreError` for an unknown one."""
+    try:
+        return next(dtype for dtype, known in _DTYPES.items() if known == name)
+    except StopIteration:
+        raise StoreError(f"a stored tensor is of {name}, which is none of {', '.join(_DTYPES.values())}") from None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype; :class:`StoreError` when it has none."""
     try:
@@ -77,8 +119,10 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise StoreError(f"tensors of {dtype} cannot be stored; use one of {', '.join(map(str, _DTYPES))}") from None
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_of(tensor: Storable) -> tuple[object, ...]:
     """What two tensors have in common exactly when they are one: device, address, dtype, shape, strides."""
+    if isinstance(tensor, DeferredTensor):
+        return (tensor.identity,)
     address = tensor.data_ptr() if tensor.numel() else id(tensor)
     return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -86,7 +130,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 class Shard:
     """One safetensors file that is still tensors in memory; they must not change until it is written."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Storable]) -> None:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         self.tensors = {name: tensors[name].detach() for name in order}
         header: dict[str, object] = {}
@@ -104,7 +148,10 @@ class Shard:
         self._header = struct.pack("<Q", len(text)) + text
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The file's bytes. Only a tensor that is not contiguous or not on the CPU is copied, one at a time."""
+        """The file's bytes. Only a tensor that is not contiguous or not on the CPU is copied, one at a time.
+
+        A deferred one is made here and gone when the next one is.
+        """
         yield self._header
         for tensor in self.tensors.values():
             flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -120,7 +167,7 @@ class Shard:
         return digest.hexdigest()
 
 
-def plan_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
+def plan_shards(tensors: Mapping[str, Storable], shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
     """Split tensors into files of about ``shard_bytes``, evenly, and at least :data:`THREADS` once that pays.
 
     The split depends on names, shapes and dtypes alone, so that equal tensors give equal files.

@@ -30,6 +30,7 @@ from pa_core.store.objects import ObjectStore
 from pa_core.store.policy import AdapterTable, PolicyReader
 from pa_core.store.shards import (
     Shard,
+    Storable,
     StoredFile,
     TensorEntry,
     TensorTable,
@@ -129,7 +130,7 @@ class WeightStore:
     def publish(
         self,
         version: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Storable],
         extra: Mapping[str, bytes] | None = None,
         adapter: AdapterTable | None = None,
     ) -> Manifest:

@@ -16,7 +16,8 @@ GROUPS: dict[str, str] = {
 }
 
 METRICS: dict[str, str] = {
-    "reward/mean": "mean total reward over the iteration's scored samples: the curve to watch",
+    "reward/mean": "mean total reward over the iteration's scored samples, those of replaced groups included: the "
+    "curve to watch",
     "reward/std": "standard deviation of the total reward over the iteration's scored samples",
     "reward/zero_variance_groups": "groups whose scored samples all earned the same: they carry no gradient",
     "reward/unscored_share": "share of samples without a score (the reward raised, hung, or gave None or NaN)",
@@ -25,19 +26,26 @@ METRICS: dict[str, str] = {
     "eval/ci95": "half the width of the 95 % interval of eval/accuracy",
     "eval/problems": "number of held-out problems",
     "train/loss": "objective that was minimised; its level means little, since the advantages of a group cancel",
-    "train/kl": "k3 estimate of the KL divergence from the reference model, mean over tokens (nats)",
+    "train/kl": "estimate (objective.kl.estimator) of the KL divergence from the reference model, mean over tokens "
+    "(nats)",
     "train/entropy": "mean entropy of the policy over response tokens (nats); near 0 it no longer explores",
     "train/ratio": "mean probability ratio of the policy to the old policy; exactly 1 with one step per iteration",
-    "train/clip_fraction": "share of tokens whose ratio was clipped",
+    "train/clip_fraction": "share of tokens on which the ratio's clip acted",
     "train/grad_norm": "global gradient norm before clipping",
     "train/learning_rate": "learning rate of the step",
     "train/advantage_std": "standard deviation of the advantages",
     "train/logprob_mismatch_mean": "mean |log-probability by the replica - by the trainer| over tokens (nats); near "
     "0 when both compute the same policy",
     "train/logprob_mismatch_max": "largest such difference of the iteration",
+    "train/correction_weight": "mean importance weight for that difference, after truncation or masking",
+    "train/corrected_share": "share of tokens whose importance weight was truncated or masked",
     "rollout/response_length": "mean response length (tokens)",
     "rollout/truncated_share": "share of responses cut at sampling.max_tokens",
     "rollout/duplicate_share": "share of a group's responses that repeat another one of it exactly",
+    "rollout/draws": "prompts drawn for the iteration: with dynamic sampling one more for each uninformative group",
+    "rollout/informative_groups": "groups with an advantage other than 0",
+    "rollout/uninformative_share": "share of the groups drawn whose advantages are all 0",
+    "rollout/unfilled_groups": "groups that the iteration went without, because sampling.dynamic.max_draws was reached",
     "policy/version": "policy version after the iteration: the number of iterations trained",
     "policy/staleness_max": "largest (trainer version - version that sampled a token); 0 is on-policy",
     "perf/wall": "wall-clock time of the iteration",
@@ -51,8 +59,8 @@ METRICS: dict[str, str] = {
     "perf/overlap": "share of the shorter side's work done while the other side worked: 0 synchronous, 1 perfect",
     "perf/bound": "(t_generate + t_train + t_sync) / (max(t_generate, t_train) + t_sync): the largest speed-up over "
     "the synchronous schedule that these times allow",
-    "perf/tokens": "response tokens of the iteration",
-    "perf/tokens_per_s": "response tokens of the iteration / perf/wall",
+    "perf/tokens": "response tokens that the iteration trained on",
+    "perf/tokens_per_s": "perf/tokens / perf/wall",
     "perf/tokens_per_s_per_device": "perf/tokens_per_s / number of devices (GPUs, or this machine as one)",
 }
 

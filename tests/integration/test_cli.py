@@ -36,7 +36,7 @@ def config(folder: Path, tiny_model: Path, changes: dict[str, object]) -> str:
 def test_help_lists_every_command_and_a_first_step() -> None:
     result = pa("--help")
     assert result.returncode == 0
-    for word in ("train", "eval", "serve", "doctor", "bench", "pa train configs/quickstart.yaml"):
+    for word in ("train", "eval", "verify", "serve", "doctor", "bench", "pa train configs/quickstart.yaml"):
         assert word in result.stdout
 
 

@@ -39,6 +39,16 @@ def test_every_shipped_config_is_valid_and_says_its_purpose(path: Path) -> None:
         ({"data": {"path": "x.jsonl", "name": "chain_sum"}}, "exactly one of name .* and path"),
         ({"data": {"name": "chain_sum", "prompt_template": "no place"}}, r"must contain \{prompt\}"),
         ({"objective": {"advantage": "areal"}}, "schedule.stream=false or a group-level std"),
+        ({"objective": {"advantage": "reinforce_pp"}}, "schedule.stream=false or a group-level std"),
+        ({"objective": {"clip_low": 2}}, "objective.clip_low: .*less than or equal to 1.*got 2"),
+        ({"objective": {"clip_dual": 1.1}}, "clip_dual=1.1 must exceed 1 .*clip_high=1.2"),
+        ({"objective": {"loss": "cispo", "clip_dual": 3}}, "clip_dual has no meaning for objective.loss=cispo"),
+        ({"objective": {"kl": {"estimator": "k1"}}}, "estimator=k1 in the loss .* use k2 or k3, or set"),
+        ({"objective": {"kl": {"placement": "reward", "weighted": True}}}, "leave it out"),
+        (
+            {"objective": {"loss": "reinforce"}, "optimizer": {"steps_per_iteration": 2}},
+            r"steps_per_iteration=1 \(got 2\) or objective.loss=cispo",
+        ),
         ({"optimizer": {"steps_per_iteration": 3}}, "must divide prompts_per_iteration=16"),
         ({"rewards": [{"name": "exact"}, {"name": "exact"}]}, "names must differ"),
         ({"rewards": [{"name": "mean", "function": "m:f"}]}, "names of the run's own reward metrics"),
@@ -49,6 +59,30 @@ def test_every_shipped_config_is_valid_and_says_its_purpose(path: Path) -> None:
 def test_a_wrong_config_is_refused_by_key(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         parse_config(tree(**changes))
+
+
+@pytest.mark.parametrize(
+    ("objective", "resolved"),
+    [
+        ({}, ("token", 0.2, 0.2)),
+        ({"loss": "gspo"}, ("sequence", 3e-4, 4e-4)),
+        ({"loss": "cispo"}, ("token", 1.0, 4.0)),
+        ({"loss": "reinforce", "advantage": "rloo"}, ("sequence_sum", 0.2, 0.2)),
+        ({"loss": "gspo", "clip_low": None, "clip_high": 0.1, "loss_normalization": "token"}, ("token", 3e-4, 0.1)),
+    ],
+)
+def test_a_loss_brings_what_it_was_published_with_and_keys_override(
+    objective: dict[str, Any], resolved: tuple[str, float, float]
+) -> None:
+    config = parse_config(tree(objective=objective)).objective
+    assert (config.loss_normalization, config.clip_low, config.clip_high) == resolved
+    assert config.model_dump()["clip_low"] == resolved[1]  # what the run records
+    assert type(config).model_validate(config.model_dump()) == config
+
+
+def test_kl_in_the_reward_is_k1_unless_said_otherwise() -> None:
+    assert parse_config(tree(objective={"kl": {"placement": "reward"}})).objective.kl.estimator == "k1"
+    assert parse_config(tree(objective={"beta": 0.1})).objective.kl.estimator == "k3"
 
 
 def test_batch_std_is_allowed_when_all_groups_are_there_first() -> None:

@@ -61,7 +61,7 @@ def test_every_field_of_the_form_is_explained_and_in_the_order_of_the_config() -
 
 def test_choices_are_offered_as_choices() -> None:
     fields = dict(sections(parameter_schema(train)))
-    assert fields["ModelConfig"]["attention"]["enum"] == ["shared_prompt", "per_sample"]
+    assert fields["ModelConfig"]["attention"]["enum"] == ["auto", "shared_prompt", "per_sample"]
     assert "dr_grpo" in fields["AdvantageConfig"]["preset"]["enum"]
 
 

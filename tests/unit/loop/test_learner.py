@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from pa_core.errors import TrainingError
 from pa_core.loop.learner import Learner, learning_rate_factor
 from pa_core.model.loading import load_policy
 from pa_core.records import Group, Prompt, Sample
+from pa_core.store.objects import ObjectStore
+from pa_core.store.weights import WeightStore
 
 VOCABULARY = 200
 
@@ -123,15 +126,15 @@ def test_an_iteration_without_any_gradient_leaves_the_weights_alone(tiny_model: 
     assert largest_difference(learner, before) == 0.0
 
 
-def test_a_restored_learner_continues_bit_for_bit(tiny_model: Path) -> None:
+def test_a_restored_learner_continues_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, optimizer={"learning_rate": 1e-3, "decay": "linear"})
     unbroken = learner_for(config)
     iterate(unbroken, [make_groups(6, 0)])
-    weights = {name: value.clone() for name, value in unbroken.weights().items()}
-    tensors = {name: value.clone() for name, value in unbroken.optimizer_tensors().items()}
+    WeightStore(ObjectStore.open(str(tmp_path))).publish(1, unbroken.weights())
+    files = unbroken.save_optimizer(str(tmp_path), "optimizer")
 
     resumed = learner_for(config)
-    resumed.restore(1, weights, tensors, unbroken.steps)
+    resumed.restore(str(tmp_path), 1, str(tmp_path), "optimizer", [asdict(file) for file in files], unbroken.steps)
     for learner in (unbroken, resumed):
         iterate(learner, [make_groups(6, 1)])
     assert resumed.version == unbroken.version == 2

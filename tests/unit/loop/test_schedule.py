@@ -11,7 +11,8 @@ import pytest
 
 from pa_core.config import ScheduleConfig
 from pa_core.errors import EngineError
-from pa_core.loop.schedule import deliveries, mini_batches
+from pa_core.loop.draws import Quota
+from pa_core.loop.schedule import Selection, deliveries
 from pa_core.records import Group, Prompt, Sample
 from pa_core.store.objects import ObjectStore
 from pa_core.store.rollouts import RolloutBuffer
@@ -43,11 +44,12 @@ def consume(
     buffer: RolloutBuffer, stream: bool, steps: int, count: int, after: Callable[[int], None] = lambda _: None
 ) -> list[tuple[int, list[str]]]:
     """What arrives, by mini-batch and ids; ``after`` is called with the number of groups so far."""
-    batches = mini_batches([prompt(index) for index in range(count)], steps)
+    selection = Selection(Quota(groups=count, draws=count, dynamic=False), first=0, steps=steps)
     received: list[tuple[int, list[str]]] = []
-    for number, groups in deliveries(buffer, Timeline(), ScheduleConfig(stream=stream), 0, batches, 5.0):
-        received.append((number, [each.id for each in groups]))
-        after(sum(len(ids) for _, ids in received))
+    for number, groups in deliveries(buffer, Timeline(), ScheduleConfig(stream=stream), 0, selection, 5.0):
+        if groups:
+            received.append((number, [each.id for each in groups]))
+            after(sum(len(ids) for _, ids in received))
     return received
 
 

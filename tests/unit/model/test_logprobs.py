@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pa_core.model import logprobs
+from pa_core.model.logits import LogitRule
 from pa_core.model.logprobs import token_logprobs
 
 
@@ -14,8 +15,13 @@ class Wrapped(nn.Linear):
     """Any head that is not a plain linear layer takes the checkpointed path."""
 
 
-def _plain(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    distribution = torch.distributions.Categorical(logits=head(hidden) / temperature)
+def _plain(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, rule: LogitRule
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden) * rule.multiplier
+    if rule.softcap is not None:
+        logits = torch.tanh(logits / rule.softcap) * rule.softcap
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
     return distribution.log_prob(targets), distribution.entropy()
 
 
@@ -23,8 +29,14 @@ def _plain(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("use", ["both", "logprobs", "entropy"])
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(3.0), LogitRule(3.0, 0.8)], ids=["plain", "scaled", "capped"])
 def test_values_and_gradients_equal_the_unchunked_head(
-    monkeypatch: pytest.MonkeyPatch, head_class: type[nn.Linear], bias: bool, temperature: float, use: str
+    monkeypatch: pytest.MonkeyPatch,
+    head_class: type[nn.Linear],
+    bias: bool,
+    temperature: float,
+    use: str,
+    rule: LogitRule,
 ) -> None:
     monkeypatch.setattr(logprobs, "_chunk_rows", lambda vocabulary: 5)
     torch.manual_seed(0)
@@ -42,7 +54,7 @@ def test_values_and_gradients_equal_the_unchunked_head(
         ]
         return torch.autograd.grad(torch.stack(terms).sum(), leaves)
 
-    ours, truth = (f(head, hidden, targets, temperature) for f in (token_logprobs, _plain))
+    ours, truth = (f(head, hidden, targets, temperature, rule) for f in (token_logprobs, _plain))
     torch.testing.assert_close(ours, truth)
     torch.testing.assert_close(grads(ours), grads(truth))
 

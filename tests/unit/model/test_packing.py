@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_truth import random_groups
+from numpy.typing import NDArray
 
+from pa_core.model import blocks
+from pa_core.model.flex import block_mask
 from pa_core.model.layout import build_layout
 from pa_core.model.packing import TrainGroup, TrainSample, micro_batches, pack, train_group
+from pa_core.model.rope import RopeLimit
+from pa_core.model.rows import Rows
 from pa_core.records import Group, Prompt, Sample
 
 SHAPES = st.lists(
@@ -69,37 +76,80 @@ def test_both_packings_agree_on_everything_that_is_per_token(shapes: list[tuple[
     assert torch.equal(before, expected[0]) and torch.equal(positions, expected[1])
 
 
-@settings(deadline=None, max_examples=50)
-@given(SHAPES)
-def test_the_blocks_are_exactly_the_pairs_that_may_attend(shapes: list[tuple[int, tuple[int, ...]]]) -> None:
-    layout = build_layout(shapes)
-    expected = np.zeros((layout.tokens, layout.tokens), dtype=np.int64)
+def _visible(shapes: list[tuple[int, tuple[int, ...]]], window: int | None) -> NDArray[np.int64]:
+    """1 where a row (first index) sees another, written down sample by sample."""
+    tokens = sum(prompt + sum(responses) for prompt, responses in shapes)
+    visible = np.zeros((tokens, tokens), dtype=np.int64)
     row = 0
     for prompt_length, responses in shapes:
-        prompt = slice(row, row + prompt_length)
-        expected[prompt, prompt] = np.tri(prompt_length)
+        prompt = np.arange(row, row + prompt_length)
         row += prompt_length
-        for length in responses:
-            own = slice(row, row + length)
-            expected[own, prompt] = 1
-            expected[own, own] = np.tri(length)
+        for length in (0, *responses):
+            sample = np.concatenate([prompt, np.arange(row, row + length)])
+            seen = np.tri(len(sample)) if window is None else np.tri(len(sample)) - np.tri(len(sample), k=-window)
+            visible[np.ix_(sample, sample)] = seen
             row += length
-    rows = torch.arange(layout.tokens)
-    computed = np.zeros_like(expected)
+    return visible
 
-    def add(queries, keys, causal: bool) -> None:  # type: ignore[no-untyped-def]
+
+def _rows(rows: Rows, batch: int) -> NDArray[np.int64]:
+    return rows.gather(torch.arange(1000))[batch].numpy()
+
+
+@settings(deadline=None, max_examples=50)
+@given(SHAPES, st.none() | st.integers(1, 60), st.sampled_from([1, 4, 64]))
+def test_the_blocks_are_exactly_the_pairs_that_may_attend(
+    shapes: list[tuple[int, tuple[int, ...]]], window: int | None, tile: int
+) -> None:
+    layout = build_layout(shapes)
+    computed = np.zeros((layout.tokens, layout.tokens), dtype=np.int64)
+    with mock.patch.object(blocks, "_SMALLEST_TILE", tile):
+        found = blocks.attention_blocks(layout, window)
+    for block in found:
+        queries, keys = block.queries, block.keys
+        merged = [queries.gather(torch.arange(1000))[b][~_padding(queries, b)] for b in range(queries.batch)]
+        assert len(torch.cat(merged).unique()) == len(torch.cat(merged)), "a query that is merged twice at once"
         for batch in range(queries.batch):
-            real = [
-                s.gather(rows)[batch][slice(None) if s.padding is None else ~s.padding[batch]] for s in (queries, keys)
-            ]
-            pairs = np.ones((len(real[0]), len(real[1])), dtype=np.int64)
-            computed[np.ix_(real[0].numpy(), real[1].numpy())] += np.tril(pairs) if causal else pairs
+            pairs = np.ones((queries.length, keys.length), dtype=np.int64)
+            if block.causal:
+                pairs = np.tril(pairs)
+            if block.hidden is not None:
+                pairs = pairs * ~block.hidden[min(batch, len(block.hidden) - 1)].numpy()
+            assert pairs.any(axis=1).all(), "a query that sees nothing"
+            pairs[_padding(queries, batch).numpy()] = 0
+            np.add.at(computed, np.ix_(_rows(queries, batch), _rows(keys, batch)), pairs)
+    assert (computed == _visible(shapes, window)).all()
 
-    for own_rows in layout.own:
-        add(own_rows, own_rows, True)
-    for block in layout.cross:
-        add(block.queries, block.keys, False)
-    assert (computed == expected).all()
+
+def _padding(rows: Rows, batch: int) -> torch.Tensor:
+    return torch.zeros(rows.length, dtype=torch.bool) if rows.padding is None else rows.padding[batch]
+
+
+@settings(deadline=None, max_examples=20)
+@given(SHAPES, st.none() | st.integers(1, 60))
+def test_the_mask_for_flex_attention_is_exactly_the_pairs_that_may_attend(
+    shapes: list[tuple[int, tuple[int, ...]]], window: int | None
+) -> None:
+    layout = build_layout(shapes)
+    mask = block_mask(layout, window).mask_mod
+    query, key = torch.meshgrid(torch.arange(layout.tokens), torch.arange(layout.tokens), indexing="ij")
+    assert (mask(None, None, query, key).numpy() == _visible(shapes, window)).all()
+
+
+def test_what_lies_beyond_a_window_is_not_computed() -> None:
+    """A window of 256 over a prompt of 4096 and 8 responses of 128 leaves little more than the visible pairs."""
+    layout = build_layout([(4096, (128,) * 8)])
+    visible = 4096 * 256 + 8 * 128 * 256
+    computed = sum(
+        block.queries.batch * block.queries.length * block.keys.length / (2 if block.causal else 1)
+        for block in blocks.attention_blocks(layout, 256)
+    )
+    assert visible * 0.9 < computed < visible * 1.25
+    everything = sum(
+        block.queries.batch * block.queries.length * block.keys.length
+        for block in blocks.attention_blocks(layout, None)
+    )
+    assert everything > 10 * computed
 
 
 def _cost(part: list[TrainGroup], way: str) -> int:
@@ -107,17 +157,26 @@ def _cost(part: list[TrainGroup], way: str) -> int:
 
 
 @settings(deadline=None, max_examples=50)
-@given(SHAPES, st.integers(1, 200), st.sampled_from(["shared_prompt", "per_sample"]))
+@given(SHAPES, st.integers(1, 200), st.sampled_from(["shared_prompt", "per_sample"]), st.none() | st.integers(1, 60))
 def test_micro_batches_hold_every_sample_once_within_the_budget(
-    shapes: list[tuple[int, tuple[int, ...]]], budget: int, way: str
+    shapes: list[tuple[int, tuple[int, ...]]], budget: int, way: str, limit: int | None
 ) -> None:
     groups = random_groups(shapes)
-    batches = micro_batches(groups, budget, way)  # type: ignore[arg-type]
+    rope = None if limit is None else RopeLimit("longrope", limit)
+    batches = micro_batches(groups, budget, way, rope)  # type: ignore[arg-type]
     placed = [id(sample) for batch in batches for group in batch for sample in group.samples]
     assert sorted(placed) == sorted(id(sample) for group in groups for sample in group.samples)
     for batch in batches:
         samples = sum(len(group.samples) for group in batch)
         assert _cost(batch, way) <= budget or samples == 1
+        if rope is not None:
+            packed = pack(batch, way)  # type: ignore[arg-type]
+            rope.check(packed.shortest, packed.longest)
+
+
+def test_first_fit_fills_earlier_micro_batches_first() -> None:
+    groups = random_groups([(10, (11,)), (10, (21,)), (4, (5,)), (3, (4,))])  # 20, 30, 8 and 6 tokens are computed
+    assert [[group.id for group in batch] for batch in micro_batches(groups, 30)] == [["g0", "g2"], ["g1"], ["g3"]]
 
 
 def test_groups_without_samples_vanish() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from model_truth import gradients, per_sample_logprobs, random_groups, relative, tiny_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM
 
 from pa_core.errors import ModelError
 from pa_core.model import attention, kernels
+from pa_core.model.block_attention import BlockAttention
 from pa_core.model.packing import TrainGroup, micro_batches, pack
 from pa_core.model.tri_model import TriModel
 
@@ -65,13 +66,17 @@ def test_tokens_that_the_policy_did_not_choose_are_context_only() -> None:
     _compare("qwen3", random_groups(RAGGED, masked=True), "per_sample")
 
 
+def _use(monkeypatch: pytest.MonkeyPatch, kernel: kernels.Kernel) -> None:
+    monkeypatch.setattr(attention, "backend_for", lambda device, dtype, softcap: BlockAttention(kernel))
+
+
 def test_the_matmul_kernel_of_other_devices_is_exact_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel_for", lambda device: kernels.MatmulKernel())
+    _use(monkeypatch, kernels.MatmulKernel())
     _compare("llama", random_groups(RAGGED), "shared_prompt")
 
 
 def test_blocks_too_large_to_batch_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pa_core.model.layout._LARGE_BLOCK", 32)
+    monkeypatch.setattr("pa_core.model.blocks._LARGE_BLOCK", 32)
     _compare("llama", random_groups(RAGGED + UNIFORM), "shared_prompt")
 
 
@@ -151,7 +156,7 @@ def test_the_self_check_refuses_broken_attention(
                 out = out.roll(1, dims=2)
             return out, lse
 
-    monkeypatch.setattr(attention, "kernel_for", lambda device: Broken())
+    _use(monkeypatch, Broken())
     with pytest.raises(ModelError, match=r"model\.attention=per_sample"):
         TriModel(tiny_model("llama", dtype=dtype))
 
@@ -165,48 +170,15 @@ def test_the_self_check_refuses_a_model_whose_head_is_not_its_last_layer(monkeyp
 
     model = tiny_model("llama")
     model.__class__ = Scaled
-    with pytest.raises(ModelError, match=r"per_sample.*output head"):
+    with pytest.raises(ModelError, match=r"per_sample.*between its last hidden state and its logits"):
         TriModel(model, "per_sample")
-
-
-SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-def test_an_untested_model_type_is_refused_and_runs_per_sample() -> None:
-    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=128)
-    with pytest.raises(ModelError, match=r"'gpt2'.*set model\.attention=per_sample"):
-        TriModel(GPT2LMHeadModel(config))
-    TriModel(GPT2LMHeadModel(config), "per_sample")
-
-
-def test_a_model_with_a_sliding_window_type_is_refused() -> None:
-    config = MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)
-    with pytest.raises(ModelError, match=r"set model\.attention=per_sample"):
-        TriModel(MistralForCausalLM(config))
-
-
-def test_a_sample_longer_than_the_sliding_window_is_refused() -> None:
-    config = copy.deepcopy(tiny_model("qwen2").config)
-    config.layer_types = ["sliding_attention"] * 3
-    config.use_sliding_window, config.sliding_window = True, 20
-    model = type(tiny_model("qwen2"))(config)
-    tri = TriModel(model, self_check=False)
-    tri.logprobs(pack(random_groups([(10, (5, 11))])), 1.0)
-    with pytest.raises(ModelError, match=r"window of 20 tokens.*set model\.attention=per_sample"):
-        tri.logprobs(pack(random_groups([(10, (5, 12))])), 1.0)
-
-
-def test_rotary_frequencies_that_depend_on_the_row_are_refused() -> None:
-    config = LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(ModelError, match=r"'dynamic'.*set model\.attention=per_sample"):
-        TriModel(LlamaForCausalLM(config))
 
 
 def test_an_attention_keyword_of_a_newer_model_is_refused() -> None:
     layout = pack(random_groups([(3, (2,))])).layout
     q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ModelError, match=r"s_aux.*set model\.attention=per_sample"):
-        attention.shared_prompt_attention(torch.nn.Module(), q, q, q, None, shared_prompt=layout, s_aux=q)
+    with pytest.raises(ModelError, match=r"novelty.*set model\.attention=per_sample"):
+        attention.shared_prompt_attention(torch.nn.Module(), q, q, q, None, shared_prompt=layout, novelty=q)
 
 
 def test_a_group_above_the_budget_is_split_by_responses() -> None:

@@ -24,7 +24,7 @@ from pa_core.model.packing import Attention, TrainGroup, train_group
 from pa_core.model.tri_model import TriModel
 from pa_core.objective.advantages import group_advantages
 from pa_core.objective.conventions import PRESETS
-from pa_core.objective.losses import denominator, grpo_loss, needs_forward
+from pa_core.objective.losses import denominator, needs_forward, policy_loss
 from pa_core.records import Group, Prompt, Sample
 
 MAX_TOKENS = 9
@@ -127,18 +127,7 @@ def _streamed(groups: list[Group], arrival: Arrival, config: ObjectiveConfig) ->
                 total += denominator(config.loss_normalization, samples=len(trained.samples), tokens=trained.tokens)
         for batch in tri.micro_batches(delivered, arrival.budget):
             out = tri.logprobs(batch, TEMPERATURE)
-            part = grpo_loss(
-                out.policy,
-                out.old,
-                out.reference,
-                out.entropy,
-                advantages=batch.advantages,
-                engine_logprobs=batch.engine_logprobs,
-                sample_index=batch.sample_index,
-                sample_tokens=batch.sample_tokens,
-                config=config,
-                max_tokens=MAX_TOKENS,
-            )
+            part = policy_loss(batch, out, config, MAX_TOKENS)
             part.loss.backward()
             total += part.denominator
     return _flat(model) / total if total else _flat(model)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pa_core.config import AdvantageConfig
 from pa_core.objective.advantages import batch_advantages, group_advantages
+from pa_core.objective.config import AdvantageConfig
 from pa_core.objective.conventions import PRESETS, AdvantageConvention, resolve_advantage
 
 NAN = math.nan
@@ -36,6 +36,7 @@ def _scaled(divisor: float) -> Tensor:
         ("openrlhf", 0.83666003 + 1e-9),
         ("open_instruct", 0.74833148 + 1e-8),
         ("dr_grpo", 1.0),
+        ("rloo", 0.8),  # r - mean of the other four = (r - mean) * 5 / 4
     ],
 )
 def test_a_preset_gives_its_librarys_advantages(preset: str, divisor: float) -> None:
@@ -85,6 +86,22 @@ def test_a_batch_level_std_is_taken_over_distances_to_each_groups_mean() -> None
     assert results[2].values.tolist() == [0.0, 0.0] and not results[2].trainable
 
 
+def test_reinforce_pp_divides_by_the_std_of_the_whole_batch() -> None:
+    groups = [torch.tensor([0.0, 2.0]), torch.tensor([10.0, 4.0])]
+    results = batch_advantages(groups, PRESETS["reinforce_pp"])
+    expected = torch.tensor([-1.0, 1.0, 3.0, -3.0]) / math.sqrt(20 / 3)
+    torch.testing.assert_close(torch.cat([result.values for result in results]), expected)
+
+
+def test_a_std_of_the_batchs_rewards_ignores_groups() -> None:
+    # 0, 2, 10, 4, 5: mean 4.2, squared distances sum 56.8, over 5 - 1. The lone sample's reward is one of them.
+    groups = [torch.tensor([0.0, 2.0]), torch.tensor([10.0, 4.0]), torch.tensor([5.0, NAN])]
+    results = batch_advantages(groups, AdvantageConvention("batch_rewards", 1e-4))
+    expected = torch.tensor([-1.0, 1.0, 3.0, -3.0]) / (math.sqrt(56.8 / 4) + 1e-4)
+    torch.testing.assert_close(torch.cat([result.values for result in results[:2]]), expected)
+    assert not results[2].trainable
+
+
 def test_a_group_alone_has_no_batch_level_std() -> None:
     with pytest.raises(ValueError, match="batch_advantages"):
         group_advantages(REWARDS, PRESETS["areal"])
@@ -98,7 +115,7 @@ def test_without_a_batch_level_std_a_batch_is_its_groups() -> None:
         assert torch.equal(ours.values, alone.values)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "areal"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not PRESETS[name].whole_batch])
 @pytest.mark.parametrize("rewards", [[NAN, NAN, NAN], [1.0, NAN, NAN]])
 def test_fewer_than_two_scored_samples_train_nothing(preset: str, rewards: list[float]) -> None:
     result = group_advantages(torch.tensor(rewards), PRESETS[preset])
@@ -106,7 +123,7 @@ def test_fewer_than_two_scored_samples_train_nothing(preset: str, rewards: list[
     assert not result.trainable and not result.zero_variance
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "areal"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not PRESETS[name].whole_batch])
 @pytest.mark.parametrize(
     "rewards", [[0.0, 0.0, 0.0], [0.3, 0.1 + 0.2, 0.3], [1e6 / 3, 1e6 / 3, NAN], [-0.7, -0.6 - 0.1, -0.7]]
 )
@@ -126,7 +143,7 @@ def test_config_fields_override_the_preset() -> None:
 @given(
     st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8),
     st.integers(0, 3),
-    st.sampled_from(sorted(set(PRESETS) - {"areal"})),
+    st.sampled_from(sorted(name for name in PRESETS if not PRESETS[name].whole_batch)),
 )
 def test_unscored_samples_change_nobody_elses_advantage(rewards: list[float], unscored: int, preset: str) -> None:
     alone = group_advantages(torch.tensor(rewards), PRESETS[preset]).values

@@ -29,6 +29,8 @@ def obey(response: str, answer: str, *, metadata: dict[str, Any]) -> Any:
             return "1.0"
         case "true", _, _:
             return True
+        case "tokens", _, _:
+            return metadata["response_tokens"]
         case "pid", _, _:
             return os.getpid()
         case "loaded", _, module:

@@ -34,6 +34,20 @@ def test_exact_wants_the_bare_answer(response: str, answer: str, value: float) -
 
 
 @pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (16384, 0.0), (17408, -0.25), (20480, -1.0), (20481, -1.0), (50000, -1.0)]
+)
+def test_overlong_falls_linearly_over_the_buffer(tokens: int, penalty: float) -> None:
+    reward = built_in("overlong", max_tokens=20480, buffer=4096)  # the numbers of DAPO
+    assert reward("any text", "7", metadata={"response_tokens": tokens}) == penalty
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_overlong_needs_a_buffer_below_its_limit(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"buffer={buffer} must be above 0 and at most max_tokens=100"):
+        built_in("overlong", max_tokens=100, buffer=buffer)("", "", metadata={"response_tokens": 1})
+
+
+@pytest.mark.parametrize(
     ("response", "answer", "value"),
     [
         ("The answer is 7.", "7", 1),
@@ -174,5 +188,6 @@ def test_metadata_of_every_row_can_be_stored_as_json() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_reward_loads_and_says_what_it_measures(name: str) -> None:
-    reward = built_in(name)
+    required = {"overlong": {"max_tokens": 64, "buffer": 16}}
+    reward = built_in(name, **required.get(name, {}))
     assert reward.func.__doc__ and len(reward.func.__doc__) > 60  # type: ignore[attr-defined]

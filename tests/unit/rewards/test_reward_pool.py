@@ -56,6 +56,13 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept(shared_pool: Rewa
     assert all(sample.unscored is None for sample in samples)
 
 
+def test_a_reward_sees_how_many_tokens_each_response_has(shared_pool: RewardPool) -> None:
+    result = group("tokens", "tokens")
+    result.samples[1].token_ids = np.arange(3, dtype=np.int32)
+    asyncio.run(shared_pool.score(result))
+    assert [sample.rewards["obey"] for sample in result.samples] == [0.0, 3.0]
+
+
 @pytest.mark.parametrize(
     ("response", "cause"),
     [

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from pa_core.errors import StoreError
-from pa_core.store.checkpoints import CheckpointStore
+from pa_core.store.checkpoints import Checkpoint, CheckpointStore
+from pa_core.store.dcp import load_tensors, save_tensors
 from pa_core.store.ledger import Ledger
 from pa_core.store.objects import ObjectStore
+from pa_core.store.shards import StoredFile
 from pa_core.store.weights import WeightStore
 
 
@@ -20,23 +22,40 @@ def _publish(store: ObjectStore, *versions: int) -> WeightStore:
     return weights
 
 
-def _optimizer() -> dict[str, torch.Tensor]:
+def _tensors() -> dict[str, torch.Tensor]:
     return {
-        "w/exp_avg": torch.randn(4),
+        "w/exp_avg": torch.randn(4, 3),
         "w/step": torch.tensor(3.0),
+        "none": torch.empty(0),
         "rng": torch.get_rng_state(),
     }
 
 
+def _writing(tensors: dict[str, torch.Tensor]) -> Callable[[str, str], list[StoredFile]]:
+    return lambda url, folder: save_tensors(ObjectStore.open(url), folder, tensors)
+
+
+def _optimizer() -> Callable[[str, str], list[StoredFile]]:
+    return _writing(_tensors())
+
+
+def _loaded(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    def empty(_: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    return load_tensors(ObjectStore.open(checkpoint.url), checkpoint.folder, checkpoint.files, empty)
+
+
 def test_a_checkpoint_gives_back_tensors_and_state_exactly(store: ObjectStore) -> None:
     _publish(store, 2)
-    tensors = _optimizer()
+    tensors = _tensors()
     state = {"steps": 3, "cursor": {"epoch": 1, "index": [1, 2]}, "rate": 0.1 + 0.2, "none": None}
-    CheckpointStore(store).save(2, tensors, state)
+    CheckpointStore(store).save(2, _writing(tensors), state)
     again = CheckpointStore(ObjectStore.open(store.url))
     assert again.latest() == 2
-    loaded, found = again.load(2)
-    assert found == state
+    found = again.load(2)
+    loaded = _loaded(found)
+    assert found.state == state
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
@@ -44,8 +63,8 @@ def test_a_checkpoint_gives_back_tensors_and_state_exactly(store: ObjectStore) -
 def test_optimizer_tensors_that_share_memory_come_back_independent(store: ObjectStore) -> None:
     _publish(store, 0)
     step = torch.tensor(1.0)
-    CheckpointStore(store).save(0, {"a/step": step, "b/step": step}, {})
-    loaded, _ = CheckpointStore(store).load(0)
+    CheckpointStore(store).save(0, _writing({"a/step": step, "b/step": step}), {})
+    loaded = _loaded(CheckpointStore(store).load(0))
     loaded["a/step"] += 1
     assert loaded["b/step"] == 1
 
@@ -59,7 +78,7 @@ def test_a_checkpoint_needs_published_weights(store: ObjectStore) -> None:
 def test_weights_are_referred_to_and_not_copied(store: ObjectStore) -> None:
     weights = _publish(store, 1)
     checkpoints = CheckpointStore(store)
-    checkpoints.save(1, {"w/step": torch.tensor(1.0)}, {})
+    checkpoints.save(1, _writing({"w/step": torch.tensor(1.0)}), {})
     assert not any(b"exp" in store.read(key) for key in store.list("checkpoints"))
     weights.remove(1)
     weights.publish(1, {"w": torch.full((4,), 9.0)})
@@ -92,7 +111,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_in_force(
         with pytest.raises(StoreError, match="no space"):
             checkpoints.save(2, _optimizer(), {"steps": 2})
     assert checkpoints.latest() == 1
-    assert checkpoints.load(1)[1] == {"steps": 1}
+    assert checkpoints.load(1).state == {"steps": 1}
     assert store.list("checkpoints/v000002", unfinished=True) == []
     checkpoints.save(2, _optimizer(), {"steps": 2})
     assert checkpoints.versions() == [2, 1]
@@ -121,6 +140,28 @@ def test_a_damaged_checkpoint_is_refused(store: ObjectStore) -> None:
         checkpoints.load(1)
 
 
+def test_a_damaged_tensor_file_is_refused(store: ObjectStore) -> None:
+    _publish(store, 1)
+    CheckpointStore(store).save(1, _optimizer(), {})
+    found = CheckpointStore(store).load(1)
+    file = next(file.name for file in found.files if file.name.endswith(".safetensors"))
+    key = f"checkpoints/v000001/{file}"
+    content = bytearray(store.read(key))
+    content[-1] ^= 1
+    store.publish(key, bytes(content), exclusive=False)
+    with pytest.raises(StoreError, match=rf"v000001/{file} does not have the sha256"):
+        _loaded(found)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(store: ObjectStore) -> None:
+    """Invariant 6: nothing read from the store is unpickled."""
+    _publish(store, 1)
+    CheckpointStore(store).save(1, _optimizer(), {"steps": 1})
+    kinds = {key.rsplit(".", 1)[-1] for key in store.list("checkpoints")}
+    assert kinds == {"json", "safetensors"}
+    assert not any(store.read(key).startswith((b"\x80", b"PK")) for key in store.list("checkpoints"))
+
+
 def test_the_same_checkpoint_twice_is_kept_and_one_of_other_weights_replaced(store: ObjectStore) -> None:
     weights = _publish(store, 1)
     checkpoints = CheckpointStore(store)
@@ -129,7 +170,7 @@ def test_the_same_checkpoint_twice_is_kept_and_one_of_other_weights_replaced(sto
     weights.remove(1)
     weights.publish(1, {"w": torch.zeros(4)})
     checkpoints.save(1, _optimizer(), {"steps": 5})
-    assert checkpoints.load(1)[1] == {"steps": 5}
+    assert checkpoints.load(1).state == {"steps": 5}
     assert checkpoints.versions() == [1]
 
 
