@@ -107,6 +107,8 @@ def run(settings: Settings, point: Point, peers: list[str] | None = None) -> dic
     with contextlib.ExitStack() as stack:
         sides = {"ours": stack.enter_context(Side("pa_core.bench.own_side", threads=settings.threads))}
         sides["ours"].ask("load", attention="shared_prompt", **common, **vars(point))
+        # A whole step as warm-up: memory that a process has for the first time is slow.
+        sides["ours"].ask("step", size=point.group_size)
         for name in peers or list(PEERS):
             log.info("loading %s and finding its best setting", name)
             sides[name] = stack.enter_context(Side(PEERS[name], python=peers_python(), threads=settings.threads))

@@ -82,6 +82,7 @@ class Ranks:
 
     Attributes:
         on_failure: told once that another process has died.
+        broken: a joint step was left half done, so that there cannot be another one.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Ranks:
         self._failure = failure
         self._end_others = end_others
         self._verdict: str | None = None
+        self.broken = False
         # Of its own, because between two calls the others wait for as long as generation takes.
         self._channel = dist.new_group(backend="gloo", timeout=_YEAR)
         self._one_at_a_time = threading.RLock()
@@ -126,6 +128,8 @@ class Ranks:
         """
         shield = nullcontext() if self._signals is None else self._signals.uninterrupted()
         with shield, self._one_at_a_time:
+            if self.broken:
+                raise TrainingError(f"{name}: an earlier joint step of the training processes has failed")
             self._step, self._stepping = name, threading.get_ident()
             self.progress()
             try:
@@ -133,7 +137,11 @@ class Ranks:
                     self._send({"call": name}, arguments)
                 yield
             except RuntimeError as error:  # what torch's backends raise
+                self.broken = True
                 raise self.explained(name, error) from error
+            except BaseException:
+                self.broken = True
+                raise
             finally:
                 self._step = self._stepping = None
 
@@ -184,7 +192,7 @@ class Ranks:
     def close(self) -> None:
         """On the first process: let the others go. They may be gone already."""
         self._closed.set()
-        if self.leads and self._failure() is None and self._step is None:
+        if self.leads and self._failure() is None and not self.broken:
             try:
                 self._send({"call": None}, ())
             except RuntimeError as error:

@@ -23,6 +23,7 @@ from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run
 from pa_core.model.fixed_point import deterministic_kernels
 from pa_core.model.loading import LoadedModel, context_limit, load_policy
+from pa_core.model.parallel import training_device
 from pa_core.rewards.pool import RewardPool
 from pa_core.rollout.connect import connect
 from pa_core.rollout.fabric import FabricTransfer
@@ -119,7 +120,10 @@ class Services:
         self.buffer = RolloutBuffer(run.store, config.schedule.max_staleness)
         self.timeline = Timeline()
         fabric = config.engine.weight_transfer != "fsspec"
-        self.fabric = FabricTransfer(config.engine, self.model.model) if fabric else None
+        self.fabric = None
+        if fabric:  # what is sent is the model that is trained, on its device
+            policy = self.model.model.to(training_device(config.trainer.device))
+            self.fabric = FabricTransfer(config.engine, policy)
         self._expected = [f"r{index}" for index in range(config.engine.replicas)]
         self._pool = ReplicaPool(
             run.store,

@@ -245,5 +245,7 @@ class Trainer:
         """Leave a checkpoint of the last whole version behind, so that nothing of it is repeated."""
         if not self.config.checkpoint.every or self.learner.torn or self.learner.version == 0:
             return
+        if self.learner.ranks is not None and self.learner.ranks.broken:
+            return
         if self.checkpoints.latest() != self.learner.version:
             self._checkpoint()

@@ -102,7 +102,10 @@ class ParallelTriModel(TriModel):
             return logprobs.cpu()
 
         if initial is not None:
-            return check_logprobs(initial, self.attention, ours)
+            try:
+                return check_logprobs(initial, self.attention, ours)
+            except ModelError as error:
+                raise ModelError(f"{error}; or the model cannot be split so: try parallel.tp=1") from None
         ours(pack(probe_groups(self.policy), self.attention))
         return None
 

@@ -5,7 +5,7 @@ has which part of what. A process that loads reads the parts that overlap with i
 own file-system writer pickles it, and nothing that is read from the store is ever unpickled.
 
 Planning (who writes a tensor that several have, who reads what) is torch's; between processes of one run it travels
-over their process group. A single process takes the same path without one.
+over their process group, pickled by torch. A single process takes the same path without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -173,11 +172,11 @@ class _Writer(StorageWriter):
                     "key": place["key"],
                 }
             )
-        table = {
+        table: dict[str, dict[str, Any]] = {
             name: {
                 "dtype": dtype_name(entry.properties.dtype),
                 "shape": list(entry.size),
-                "chunks": sorted(chunks[name], key=itemgetter("offsets")),
+                "chunks": sorted(chunks[name], key=lambda chunk: chunk["offsets"]),
             }
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
