@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
 VLLM_FILES = ("test_vllm_run.py", "test_vllm_replica.py", "test_lora.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep every file on one worker (`pytest -n 2 --dist loadgroup`), with its servers and its models."""
     for item in items:
