@@ -47,7 +47,7 @@ demo: install   ## train the quickstart through Prefect into MLflow, then report
 	$(BIN)/python -m flows.train $(CONFIG) $(ARGS)
 
 test: install vllm   ## the whole test suite (ARGS="-k flows" chooses)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 up: install     ## start Prefect, MLflow and the deployments here; prints their addresses
 	@$(BIN)/python -m flows.services up

@@ -15,16 +15,16 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# Files that start vLLM servers: they begin first, and one worker runs them all, since each of them wants the cores.
-VLLM_FILES = ("test_vllm_run.py", "test_vllm_replica.py", "test_lora.py")
 
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep every file on one worker (`pytest -n 2 --dist loadgroup`), with its servers and its models."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("vllm" if item.path.name in VLLM_FILES else str(item.path)))
-    items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name not in VLLM_FILES))
+    """Long files first, the two that are busy with vLLM servers far apart: `-n 2` has each worker take whole files."""
+    first, late = "test_vllm_run.py", "test_vllm_replica.py"
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.name
+        return 0 if name == first else 2 if name == late else 3 if "unit" in item.path.parts else 1
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pa_core.bench.models import build_model
 from pa_core.bench.search import fastest_size
 from pa_core.bench.side import serve
 from pa_core.bench.workload import Recorded, Step, parts_of
+from pa_core.model.host_memory import keep_freed_memory
 from pa_core.model.packing import Attention
 
 
@@ -32,6 +33,8 @@ class OwnSide:
         """Load the model, record the group, and warm up on a single sample."""
         torch.set_num_threads(threads)
         where = torch.device(device)
+        if where.type == "cpu":
+            keep_freed_memory()  # as the trainer has it
         built = build_model(model, getattr(torch, dtype), where)
         vocabulary = built.config.get_text_config().vocab_size
         self._group = Recorded(vocabulary, group_size, prompt_len, response_len).train_group()

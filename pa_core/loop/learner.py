@@ -25,6 +25,7 @@ from pa_core.loop.penalties import group_rewards, without_truncated
 from pa_core.loop.ranks import Ranks, collective
 from pa_core.model.dtensors import local, whole
 from pa_core.model.fixed_point import FixedPointSum
+from pa_core.model.host_memory import keep_freed_memory
 from pa_core.model.packing import PackedBatch, TrainGroup, train_group
 from pa_core.model.parallel import Layout, fill, training_device
 from pa_core.model.parallel_tri import ParallelTriModel
@@ -102,6 +103,8 @@ class Learner:
 
     def _build(self, policy: Any) -> None:
         config = self.config
+        if self._layout.device.type == "cpu":
+            keep_freed_memory()
         self.adapter: Adapter | None = None
         if self.ranks is not None:
             self.tri: TriModel = ParallelTriModel(config, self._layout, policy, self.ranks.progress)

@@ -35,11 +35,11 @@ from pa_core.model.dtensors import local, split_over_tp
 # Gathering a tensor that both dimensions split takes one step per dimension, which torch remarks on every time.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-_HALVED_GRADIENT = "replicated_with_grad_allreduce"
+_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """The library's style of a weight that every process has whole and applies to its own heads only."""
 
 _STYLES = frozenset(
-    {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", _HALVED_GRADIENT}
+    {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", _PARTIAL_GRADIENT}
 )
 
 
@@ -174,7 +174,7 @@ def _split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> frozenset[str]:
         if style is None:
             continue
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        if style == _HALVED_GRADIENT:
+        if style == _PARTIAL_GRADIENT:
             # The library would add gradients up after every backward pass, what was accumulated before included.
             partial |= set(own)
             continue

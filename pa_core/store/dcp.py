@@ -106,6 +106,12 @@ def _plain_errors() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from None
 
 
+def _key(index: MetadataIndex) -> str:
+    """Name of a part in its file: the tensor's, with its offsets unless it begins where the tensor does."""
+    offsets = list(index.offset or ())
+    return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
+
+
 class _Writer(StorageWriter):
     def __init__(self, store: ObjectStore, folder: str, shard_bytes: int) -> None:
         self._store = store
@@ -131,12 +137,12 @@ class _Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         parts: dict[str, torch.Tensor] = {}
-        for number, item in enumerate(plan.items):
+        for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"{item.index.fqn} is no tensor, and only tensors are stored")
             part = planner.resolve_data(item)
             assert isinstance(part, torch.Tensor)
-            parts[f"{number:06d}"] = part.detach()
+            parts[_key(item.index)] = part.detach()
         found: dict[str, StoredFile] = {}
         if parts:
             shards, tied = plan_shards(parts, self._shard_bytes)
