@@ -117,7 +117,7 @@ def evaluate(
 def verify(
     target: Annotated[str, typer.Argument(help="A YAML config, trained for rollouts, or the URL of a run with some.")],
     overrides: Overrides = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Iterations to compare, from the initial model on.")] = 3,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations to train and compare, from the first on.")] = 3,
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="Keep the run of a config here; default: a temporary folder.")
     ] = None,

@@ -113,6 +113,9 @@ def verify(target: str, overrides: Sequence[str], iterations: int, store: str | 
     Raises:
         ConfigError: no such file or run, a wrong key, or a run with fewer iterations.
     """
+    for override in overrides:
+        if override.startswith("iterations="):
+            raise ConfigError(f"override {override!r}: pa verify compares as many as --iterations={iterations} says")
     with tempfile.TemporaryDirectory(prefix="pa-verify-") as folder:
         scratch = Path(folder)
         if target.endswith((".yaml", ".yml")):
@@ -281,7 +284,8 @@ def _result(run_url: str | None, config: TrainConfig, compared: Sequence[Compari
     tolerance = 0.0 if config.deterministic else TOLERANCES[config.model.dtype]
     differing = next((row.differing for row in compared if row.differing), ())
     relative = max(row.relative_difference for row in compared)
-    passed = not differing if config.deterministic else relative <= tolerance
+    trained = any(row.largest_movement for row in compared)
+    passed = trained and (not differing if config.deterministic else relative <= tolerance)
     rows = [{**vars(row), "differing": len(row.differing)} for row in compared]
     return {
         "run_url": run_url,
@@ -290,6 +294,7 @@ def _result(run_url: str | None, config: TrainConfig, compared: Sequence[Compari
         "largest_difference": max(row.largest_difference for row in compared),
         "relative_difference": relative,
         "tolerance": tolerance,
+        "trained": trained,
         "bitwise_equal": not differing,
         "first_differing": list(differing[:_NAMED]),
         "passed": passed,
@@ -305,7 +310,12 @@ def render(result: Mapping[str, Any]) -> str:
             f"{row['relative_difference']:>19.1e}"
         )
     names = ", ".join(result["first_differing"])
-    if result["bitwise_equal"]:
+    if not result["trained"]:
+        verdict = (
+            "NOTHING COMPARED: no iteration moved any weight, because all samples of each group earned the same; give "
+            "more --iterations, or a reward that tells samples apart"
+        )
+    elif result["bitwise_equal"]:
         verdict = "bitwise equal after every iteration"
     elif result["deterministic"]:
         verdict = f"NOT EQUAL, which deterministic=true promises; the first to differ: {names}"

@@ -21,6 +21,7 @@ from pa_core.data.prompts import PromptSet, load_prompts, without
 from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
 from pa_core.loop.run import Run
+from pa_core.model.exactness import carried_state
 from pa_core.model.fixed_point import deterministic_kernels
 from pa_core.model.loading import LoadedModel, context_limit, load_policy
 from pa_core.model.parallel import training_device
@@ -60,6 +61,16 @@ def usable_context(config: TrainConfig, model: LoadedModel) -> int:
     served = config.engine.vllm.max_model_len if config.engine.kind == "vllm" else None
     trained = context_limit(model.model.config)
     return trained if served is None else min(trained, served)
+
+
+def _require_engine(config: TrainConfig, model: LoadedModel) -> None:
+    """Raise :class:`ConfigError` when the configured engine cannot generate with ``model``."""
+    state = carried_state(model.model)
+    if config.engine.kind == "embedded" and state is not None:
+        raise ConfigError(
+            f"engine.kind=embedded repeats a prompt's keys and values for its K samples, and {state} carries state "
+            "from token to token instead; set engine.kind=vllm"
+        )
 
 
 def in_waves(config: TrainConfig) -> EngineConfig:
@@ -114,6 +125,7 @@ class Services:
         self.patience_s = 2 * config.engine.request_timeout_s + 120
         self.rewards = RewardPool(config.rewards, config.scoring)  # first: a mistyped name should not cost a model
         self.model = load_policy(config.model)
+        _require_engine(config, self.model)
         self.model_files = describing_files(self.model)
         self.problems = load_problems(config, self.model.tokenizer, usable_context(config, self.model))
         self.weights = WeightStore(run.store)

@@ -33,7 +33,7 @@ def obstacle(model: PreTrainedModel) -> str | None:
     alone. A state that runs from token to token would run from one response into the next.
     """
     config = model.config.get_text_config()
-    state = _state(model, getattr(config, "layer_types", None))
+    state = carried_state(model)
     if state is not None:
         return f"{state} carries state from token to token, which would run from one response into the next"
     if getattr(config, "is_encoder_decoder", False):
@@ -49,9 +49,9 @@ def obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _state(model: PreTrainedModel, layer_types: list[str] | None) -> str | None:
-    """What carries state across tokens in ``model``, in words; None when nothing does."""
-    other = sorted(set(layer_types or ()) - _ATTENTION_LAYERS)
+def carried_state(model: PreTrainedModel) -> str | None:
+    """What carries state from token to token in ``model``, in words; None when nothing but attention does."""
+    other = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if other:
         return f"the model's layer type {other[0]!r}"
     for name, module in model.named_modules():

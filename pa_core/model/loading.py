@@ -118,8 +118,8 @@ def context_of(source: str, config: ModelConfig) -> int:
 
 
 def context_limit(structure: PretrainedConfig) -> int:
-    """Tokens that a model can attend to, by its configuration."""
-    return int(structure.get_text_config().max_position_embeddings)
+    """Tokens that a model can attend to, by its configuration; 2^31 for one without a limit, such as Mamba."""
+    return int(getattr(structure.get_text_config(), "max_position_embeddings", None) or 1 << 31)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -16,11 +16,13 @@ dual-clip PPO      ``clip_dual: 3``
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from pa_core.config_section import Section
+from pa_core.objective.conventions import PRESETS
 
 Normalization = Literal["token", "sequence", "sequence_sum", "constant"]
 
@@ -60,15 +62,21 @@ class AdvantageConfig(Section):
     std: Literal["unbiased", "population", "none", "batch", "batch_rewards"] | None = Field(
         None,
         description="Standard deviation: within the group, none (Dr. GRPO), of the whole batch's distances to their "
-        "group's mean, or of the whole batch's rewards.",
+        "group's mean, or of the whole batch's rewards. Default: the preset's.",
     )
-    baseline: Literal["mean", "leave_one_out"] | None = Field(None, description="What is subtracted.")
-    eps: float | None = Field(None, ge=0, description="Added to the standard deviation.")
+    baseline: Literal["mean", "leave_one_out"] | None = Field(
+        None, description="What is subtracted; default: the preset's."
+    )
+    eps: float | None = Field(None, ge=0, description="Added to the standard deviation; default: the preset's.")
 
     @model_validator(mode="before")
     @classmethod
-    def _from_preset_name(cls, value: Any) -> Any:
-        return {"preset": value} if isinstance(value, str) else value
+    def _fill(cls, value: Any) -> Any:
+        tree = {"preset": value} if isinstance(value, str) else value
+        if not isinstance(tree, dict) or tree.get("preset", "verl") not in PRESETS:
+            return tree
+        published = asdict(PRESETS[tree.get("preset", "verl")])
+        return published | {key: given for key, given in tree.items() if given is not None}
 
 
 class KlConfig(Section):
@@ -174,6 +182,15 @@ class ObjectiveConfig(Section):
             return value
         published = _PUBLISHED.get(value.get("loss", "grpo"), {})
         return published | {key: given for key, given in value.items() if given is not None or key not in published}
+
+    @model_validator(mode="after")
+    def _some_kl(self) -> ObjectiveConfig:
+        if self.kl.placement == "reward" and not self.beta:
+            raise ValueError(
+                "objective.kl.placement=reward subtracts beta x KL, and objective.beta is 0; set objective.beta or "
+                "leave objective.kl out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dual_clip(self) -> ObjectiveConfig:

@@ -8,7 +8,7 @@ batch's std of samples (of tokens in OpenRLHF and verl, which gives long respons
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -47,10 +47,6 @@ PRESETS: dict[str, AdvantageConvention] = {
 
 
 def resolve_advantage(config: AdvantageConfig) -> AdvantageConvention:
-    """The preset with the config's own fields laid over it."""
-    overrides = {
-        name: value
-        for name, value in (("std", config.std), ("baseline", config.baseline), ("eps", config.eps))
-        if value is not None
-    }
-    return replace(PRESETS[config.preset], **overrides)  # type: ignore[arg-type]
+    """The convention of a validated config, whose fields its preset has filled."""
+    assert config.std is not None and config.baseline is not None and config.eps is not None
+    return AdvantageConvention(config.std, config.eps, config.baseline)

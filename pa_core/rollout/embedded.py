@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from pa_core.errors import EngineError
+from pa_core.model.loading import context_limit
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation, VersionMismatch
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ class EmbeddedEngine:
         self._load_weights = load_weights
         self._replica = replica
         self._batch_groups = batch_groups
-        self._context = int(getattr(model.config, "max_position_embeddings", 0) or 2**31)
+        self._context = context_limit(model.config)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._version: int | None = None

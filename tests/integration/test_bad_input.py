@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -170,6 +171,17 @@ def test_a_store_that_cannot_be_written_is_named(tiny_model: Path, tmp_path: Pat
     (tmp_path / "file").write_text("not a folder")
     tree = tree_for(tiny_model, tmp_path) | {"store": {"url": str(tmp_path / "file" / "runs")}}
     expect(run(tmp_path, tree), 1, "store", str(tmp_path / "file"))
+
+
+def test_a_model_with_state_is_sent_to_the_engine_that_can_run_it(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    folder = tmp_path / "mamba"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    tokens = json.loads((tiny_model / "config.json").read_text())
+    ids = {name: tokens[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, state_size=4, **ids)).save_pretrained(folder)
+    expect(run(tmp_path, tree_for(folder, tmp_path)), 2, "carries state from token to token", "set engine.kind=vllm")
 
 
 @pytest.fixture

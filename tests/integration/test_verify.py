@@ -118,6 +118,11 @@ def test_float_sums_are_found_out_under_deterministic(run_url: str, monkeypatch:
     assert any("embed_tokens" in name or "layers" in name for name in result["first_differing"])
 
 
+def test_weights_that_never_moved_prove_nothing(run_url: str) -> None:
+    code, result = _pa("verify", run_url, "optimizer.learning_rate=1e-60", "--iterations", "1")
+    assert code == 1 and result["bitwise_equal"] and not result["passed"]
+
+
 def test_a_schedule_that_loses_a_group_is_found_out(run_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Learner.accumulate
 
@@ -145,6 +150,7 @@ def test_a_config_is_trained_for_rollouts_and_leaves_nothing_behind(folder: Path
         ("no/such/run", [], {}, "there is no run at"),
         ("RUN", ["optimzer.eps=1"], {}, "optimzer: unknown key; did you mean 'optimizer'"),
         ("RUN", [], {"iterations": 3}, "--iterations=3: .* has kept no complete iteration 3; ask for at most 2"),
+        ("RUN", ["iterations=2"], {}, "pa verify compares as many as --iterations=1 says"),
         ("RUN", [], {"store": "elsewhere"}, "--store=elsewhere is for the rollouts of a config"),
         ("RUN", ["deterministic=false", "parallel.fsdp=2"], {}, "pa verify trains in one process; add parallel.fsdp=1"),
         (

@@ -45,6 +45,11 @@ def test_every_shipped_config_is_valid_and_says_its_purpose(path: Path) -> None:
         ({"objective": {"loss": "cispo", "clip_dual": 3}}, "clip_dual has no meaning for objective.loss=cispo"),
         ({"objective": {"kl": {"estimator": "k1"}}}, "estimator=k1 in the loss .* use k2 or k3, or set"),
         ({"objective": {"kl": {"placement": "reward", "weighted": True}}}, "leave it out"),
+        ({"objective": {"kl": {"placement": "reward"}}}, "objective.beta is 0; set objective.beta"),
+        (
+            {"objective": {"beta": 0.1, "kl": {"placement": "reward"}}, "sampling": {"dynamic": {}}},
+            "set objective.kl.placement=loss or remove sampling.dynamic",
+        ),
         (
             {"objective": {"loss": "reinforce"}, "optimizer": {"steps_per_iteration": 2}},
             r"steps_per_iteration=1 \(got 2\) or objective.loss=cispo",
@@ -80,8 +85,13 @@ def test_a_loss_brings_what_it_was_published_with_and_keys_override(
     assert type(config).model_validate(config.model_dump()) == config
 
 
+def test_a_run_records_what_its_advantage_preset_means() -> None:
+    recorded = parse_config(tree(objective={"advantage": {"preset": "nemo_rl", "eps": 1e-5}})).objective.model_dump()
+    assert recorded["advantage"] == {"preset": "nemo_rl", "std": "unbiased", "baseline": "leave_one_out", "eps": 1e-5}
+
+
 def test_kl_in_the_reward_is_k1_unless_said_otherwise() -> None:
-    assert parse_config(tree(objective={"kl": {"placement": "reward"}})).objective.kl.estimator == "k1"
+    assert parse_config(tree(objective={"beta": 0.1, "kl": {"placement": "reward"}})).objective.kl.estimator == "k1"
     assert parse_config(tree(objective={"beta": 0.1})).objective.kl.estimator == "k3"
 
 
