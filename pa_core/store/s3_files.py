@@ -80,7 +80,10 @@ class S3Files(FsspecFiles):
             if second is None:
                 self._call("put_object", path, Body=first, **condition)
             else:
-                self._put_parts(path, itertools.chain([first, second], parts), condition)
+                etag = self._put_parts(path, itertools.chain([first, second], parts), condition)
+                # SeaweedFS looks and writes in two steps when it completes an upload: of two at once, the later stays.
+                if exclusive and self._etag(path) != etag:
+                    raise FileExistsError(path)
         except OSError as error:
             taken = isinstance(error, FileExistsError)
             if not taken and code_of(error) != "NoSuchUpload":
@@ -91,15 +94,16 @@ class S3Files(FsspecFiles):
                 raise KeyExistsError(self.url(path)) from None
             raise
 
-    def _put_parts(self, path: str, parts: Iterator[bytearray], condition: dict[str, str]) -> None:
-        """A multipart upload that is either completed or aborted."""
+    def _put_parts(self, path: str, parts: Iterator[bytearray], condition: dict[str, str]) -> str:
+        """A multipart upload that is either completed or aborted; the tag of the object it became."""
         upload = self._call("create_multipart_upload", path)["UploadId"]
         try:
             done = []
             for number, part in enumerate(parts, 1):
                 answer = self._call("upload_part", path, UploadId=upload, PartNumber=number, Body=part)
                 done.append({"PartNumber": number, "ETag": answer["ETag"]})
-            self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": done}, **condition)
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": done}}
+            return _tag(self._call("complete_multipart_upload", path, **whole, **condition))
         except BaseException as error:
             try:
                 self._abort(path, upload)
@@ -146,6 +150,9 @@ class S3Files(FsspecFiles):
         if len(data) != end - start:
             raise ExplainedError(f"{end - start} bytes at {start} were asked for, {len(data)} came", "Read it again.")
         return data
+
+    def _etag(self, path: str) -> str:
+        return _tag(self._call("head_object", path))
 
     def _size(self, path: str) -> int:
         return int(self._call("head_object", path)["ContentLength"])
@@ -236,6 +243,11 @@ class S3Files(FsspecFiles):
 
     def _bucket(self, path: str) -> str:
         return self._split(path)[0]
+
+
+def _tag(answer: dict[str, Any]) -> str:
+    """An answer's entity tag, which some servers quote and others do not."""
+    return str(answer["ETag"]).strip('"')
 
 
 def _is_within(key: str, prefix: str) -> bool:
