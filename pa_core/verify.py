@@ -30,7 +30,7 @@ from pa_core.loop.draws import Quota
 from pa_core.loop.launch import train_alone
 from pa_core.loop.learner import Learner
 from pa_core.loop.run import Run, open_run, prepare_run
-from pa_core.loop.schedule import Selection, deliveries
+from pa_core.loop.schedule import Selection, between_steps, deliveries
 from pa_core.loop.signals import StopSignals
 from pa_core.model.fixed_point import deterministic_kernels
 from pa_core.model.loading import load_policy
@@ -242,12 +242,8 @@ def train(
         buffer.open(version, shuffled(groups, quota, arrival) if config.schedule.stream else [groups])
         selection = Selection(quota, groups[0].prompt.index, config.optimizer.steps_per_iteration)
         learner.begin_iteration()
-        current = 0
         arrivals = deliveries(buffer, Timeline(), config.schedule, version, selection, _TIMEOUT_S)
-        for number, arrived in arrivals:
-            if number != current:
-                learner.step()
-                current = number
+        for arrived in between_steps(arrivals, learner.step):
             if arrived:
                 learner.accumulate(arrived)
         learner.step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +45,24 @@ def _settings(model: str, shape: str | None, dtype: str, device: str | None, thr
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
     return Settings(shape or model, dtype, choose_device(device), threads or _cores(), repeats)
+
+
+def _measured(
+    name: str,
+    facts: dict[str, Any],
+    tracking_uri: str,
+    as_json: bool,
+    run: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any]], str],
+) -> None:
+    """Run a benchmark inside its MLflow run, then print what it found."""
+    from pa_core.bench.tracked import TrackedBenchmark
+
+    with TrackedBenchmark(name, facts, tracking_uri) as tracked:
+        result = run()
+        text = render(result)
+        tracked.result(result, text)
+    emit(result, as_json, text)
 
 
 @bench.command("shared-prompt")
@@ -107,17 +127,19 @@ def peers(
     """The same training step by us, by TRL's GRPOTrainer and by PrefixGrouper (make peers), alternately."""
     from pa_core.bench.grid import Point
     from pa_core.bench.peers import PEERS, peer_versions, render, run
-    from pa_core.bench.tracked import TrackedBenchmark
 
     if only is not None and only not in PEERS:
         raise ConfigError(f"--only {only}: expected one of {', '.join(PEERS)}")
     settings, point = _settings(model, None, dtype, device, threads, repeats), Point(group_size, prompt, response)
     peer_versions()
-    with TrackedBenchmark("peers", {**vars(settings), **vars(point)}, tracking_uri) as tracked:
-        result = run(settings, point, [only] if only else None)
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured(
+        "peers",
+        {**vars(settings), **vars(point)},
+        tracking_uri,
+        as_json,
+        partial(run, settings, point, [only] if only else None),
+        render,
+    )
 
 
 @bench.command("iteration")
@@ -140,7 +162,6 @@ def iteration(
     """
     from pa_core.bench.iteration import render, run
     from pa_core.bench.peers import peer_versions
-    from pa_core.bench.tracked import TrackedBenchmark
 
     engines = [name.strip() for name in engine.split(",")]
     if wrong := sorted(set(engines) - {"embedded", "vllm"}):
@@ -148,11 +169,14 @@ def iteration(
     sizes = {"iterations": iterations, "prompts": prompts, "samples": samples, "max_tokens": max_tokens}
     peer_versions()
     facts = {"config": str(config), "overrides": overrides or [], "engines": engines, **sizes}
-    with TrackedBenchmark("iteration", facts, tracking_uri) as tracked:
-        result = run(config, overrides or [], engines=engines, threads=_cores(), **sizes)
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured(
+        "iteration",
+        facts,
+        tracking_uri,
+        as_json,
+        partial(run, config, overrides or [], engines=engines, threads=_cores(), **sizes),
+        render,
+    )
 
 
 @bench.command("mfu")
@@ -174,18 +198,13 @@ def mfu(
     """FLOP/s of the training step against this machine's matrix products, and where the rest of the time goes."""
     from pa_core.bench.grid import Point
     from pa_core.bench.mfu import render, run
-    from pa_core.bench.tracked import TrackedBenchmark
 
     dtypes = [name.strip() for name in dtype.split(",")]
     for name in dtypes:
         settings = _settings(model, shape, name, device, threads, repeats)
     point = Point(group_size, prompt, response)
     facts = {**vars(settings), **vars(point), "dtype": dtypes}
-    with TrackedBenchmark("mfu", facts, tracking_uri) as tracked:
-        result = run(settings, point, dtypes)
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured("mfu", facts, tracking_uri, as_json, partial(run, settings, point, dtypes), render)
 
 
 @bench.command("overlap")
@@ -199,14 +218,9 @@ def overlap(
 ) -> None:
     """The same config periodic and sync, one after the other: speed-up beside its bound."""
     from pa_core.bench.overlap import render, run
-    from pa_core.bench.tracked import TrackedBenchmark
 
     facts = {"config": str(config), "overrides": overrides or []}
-    with TrackedBenchmark("overlap", facts, tracking_uri) as tracked:
-        result = run(config, overrides or [])
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured("overlap", facts, tracking_uri, as_json, partial(run, config, overrides or []), render)
 
 
 @bench.command("engine")
@@ -223,7 +237,6 @@ def engine(
 ) -> None:
     """Tokens/s of one vLLM replica: through the pool, and by vLLM's own benchmark client on the same server."""
     from pa_core.bench.engine import render, run
-    from pa_core.bench.tracked import TrackedBenchmark
 
     sizes = {
         "sequences": sequences,
@@ -233,11 +246,7 @@ def engine(
         "repeats": repeats,
     }
     facts = {"config": str(config), "overrides": overrides or [], **sizes}
-    with TrackedBenchmark("engine", facts, tracking_uri) as tracked:
-        result = run(config, overrides or [], **sizes)
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured("engine", facts, tracking_uri, as_json, partial(run, config, overrides or [], **sizes), render)
 
 
 @bench.command("handover")
@@ -252,11 +261,6 @@ def handover(
 ) -> None:
     """From optimizer step to first token of the new version on a vLLM replica, against a plain copy of the bytes."""
     from pa_core.bench.handover import render, run
-    from pa_core.bench.tracked import TrackedBenchmark
 
     facts = {"config": str(config), "overrides": overrides or [], "repeats": repeats}
-    with TrackedBenchmark("handover", facts, tracking_uri) as tracked:
-        result = run(config, overrides or [], repeats)
-        text = render(result)
-        tracked.result(result, text)
-    emit(result, as_json, text)
+    _measured("handover", facts, tracking_uri, as_json, partial(run, config, overrides or [], repeats), render)

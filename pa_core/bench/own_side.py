@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from pa_core.bench.gradients import save_gradients
 from pa_core.bench.memory import PeakMemory
 from pa_core.bench.models import build_model
 from pa_core.bench.search import fastest_size
@@ -72,7 +72,7 @@ class OwnSide:
 
     def gradients(self, path: str) -> None:
         """Write the gradient of the mean loss per token, by parameter name, as safetensors."""
-        save_file(self._step.gradients(), path)
+        save_gradients(self._step.model, path, self._step.tokens)
 
 
 def main() -> None:

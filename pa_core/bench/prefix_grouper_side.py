@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from prefix_grouper import PrefixGrouper
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pa_core.bench.gradients import save_gradients
 from pa_core.bench.side import serve
 
 _NAME = "prefix_grouper_sdpa"
@@ -118,10 +118,7 @@ class PrefixGrouperSide:
 
     def gradients(self, path: str) -> None:
         """Write the gradient of the mean loss per token, by parameter name, as safetensors."""
-        save_file(
-            {name: value.grad.contiguous() for name, value in self._model.named_parameters() if value.grad is not None},
-            path,
-        )
+        save_gradients(self._model, path)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from pa_core.errors import UserError
 
 _TAIL_CHARACTERS = 2000
 _CLOSE_S = 20
+_ORPHAN_S = 5
 
 
 class Side:
@@ -110,10 +111,16 @@ class Side:
 
 
 def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
-    """The worker's loop: call what is asked for until stdin ends. Whatever libraries print goes to stderr."""
+    """The worker's loop: call what is asked for until stdin ends. Whatever libraries print goes to stderr.
+
+    Where stdin ends in the middle of a call, the parent is gone: the process ends soon, whatever it computes.
+    """
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    idle = threading.Event()
+    threading.Thread(target=_read_requests, args=(requests, idle), daemon=True).start()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        for line in sys.stdin:
+        while line := requests.get():
             request = json.loads(line)
             try:
                 reply = {"value": functions[request["do"]](**request["with"])}
@@ -122,3 +129,12 @@ def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
+    idle.set()
+
+
+def _read_requests(requests: queue.SimpleQueue[str], idle: threading.Event) -> None:
+    for line in sys.stdin:
+        requests.put(line)
+    requests.put("")
+    if not idle.wait(_ORPHAN_S):
+        os._exit(1)

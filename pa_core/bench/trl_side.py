@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from pa_core.bench.gradients import save_gradients
 from pa_core.bench.memory import PeakMemory
 from pa_core.bench.search import fastest_size
 from pa_core.bench.side import serve
@@ -112,10 +112,7 @@ class TrlSide:
 
     def gradients(self, path: str) -> None:
         """Write the gradient of the mean loss per token, by parameter name, as safetensors."""
-        save_file(
-            {name: value.grad.contiguous() for name, value in self._model.named_parameters() if value.grad is not None},
-            path,
-        )
+        save_gradients(self._model, path)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from pa_core.model.packing import Attention, TrainGroup, TrainSample, pack
@@ -78,11 +77,3 @@ class Step:
     def _micro_step(self, part: TrainGroup) -> None:
         batch = pack([part], self._attention).to(self.model.device)
         policy_loss(batch, self._tri.logprobs(batch, 1.0), ObjectiveConfig(), part.tokens).loss.backward()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradient of the mean loss per trained token, by parameter name."""
-        return {
-            name: (parameter.grad / self.tokens).contiguous()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }

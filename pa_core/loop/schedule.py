@@ -6,7 +6,7 @@ last has finished. Nothing else differs between the two, so a comparison compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pa_core.config import ScheduleConfig
@@ -117,3 +117,13 @@ def deliveries(
                 arrived = buffer.take(version, timeout_s)
             selection.add(arrived)
             yield number, due(number)
+
+
+def between_steps(arrivals: Iterable[tuple[int, list[Group]]], step: Callable[[], None]) -> Iterator[list[Group]]:
+    """The groups of :func:`deliveries`, with ``step`` called when a further mini-batch begins, not after the last."""
+    current = 0
+    for number, groups in arrivals:
+        if number != current:
+            step()
+            current = number
+        yield groups

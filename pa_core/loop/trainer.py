@@ -23,7 +23,7 @@ from pa_core.loop.progress import ProgressState
 from pa_core.loop.ranks import Ranks
 from pa_core.loop.record import Recorder
 from pa_core.loop.run import Run
-from pa_core.loop.schedule import Selection, deliveries
+from pa_core.loop.schedule import Selection, between_steps, deliveries
 from pa_core.loop.services import Services
 from pa_core.loop.signals import StopSignals
 from pa_core.model.parallel import Layout
@@ -115,7 +115,6 @@ class Trainer:
     def _consume(self, t: int) -> Selection:
         """Accumulate the gradient of iteration t's groups, in whatever order they finish."""
         selection = self.selection
-        current = 0
         self.learner.begin_iteration()
         arrivals = deliveries(
             self.services.buffer,
@@ -125,10 +124,7 @@ class Trainer:
             selection,
             self.services.patience_s,
         )
-        for number, groups in arrivals:
-            if number != current:
-                self._step(t)
-                current = number
+        for groups in between_steps(arrivals, partial(self._step, t)):
             if groups:
                 with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
                     self.learner.accumulate(groups)

@@ -23,6 +23,7 @@ from pa_core.store.checkpoints import CheckpointStore
 from pa_core.store.dcp import load_tensors, save_tensors
 from pa_core.store.ledger import Ledger
 from pa_core.store.objects import ObjectStore
+from pa_core.store.s3_files import S3Files
 from pa_core.store.weights import WeightStore
 
 PART = 16 << 20
@@ -79,6 +80,24 @@ def test_of_many_racing_writers_one_wins(request: pytest.FixtureRequest, which: 
         with pytest.raises(FileExistsError, match="key"):
             store.publish("key", b"\xff" * size)
         assert server.unfinished() == []
+
+
+def test_a_large_object_that_another_writer_replaced_has_not_won(
+    store: ObjectStore, seaweedfs: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SeaweedFS lets happen when two uploads complete at the same time, here one right after the other."""
+    key = f"{store.url.split('/', 3)[3]}/key"
+    upload = S3Files._put_parts
+
+    def overtaken(*arguments: Any) -> str:
+        tag = upload(*arguments)
+        seaweedfs.client().put_object(Bucket=seaweedfs.bucket, Key=key, Body=b"theirs")
+        return tag
+
+    monkeypatch.setattr(S3Files, "_put_parts", overtaken)
+    with pytest.raises(FileExistsError, match="key"):
+        store.publish("key", bytes(PART + 1000))
+    assert store.read("key") == b"theirs"
 
 
 def test_a_large_stream_goes_up_and_down_in_little_memory(store: ObjectStore, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +30,12 @@ def die():
     os.write(2, b"out of memory")
     os._exit(9)
 
-serve({"double": double, "fail": fail, "die": die, "threads": lambda: os.environ["OMP_NUM_THREADS"]})
+def toil():
+    os.write(2, b"at work")
+    while True:
+        pass
+
+serve({"double": double, "fail": fail, "die": die, "toil": toil, "threads": lambda: os.environ["OMP_NUM_THREADS"]})
 """
 
 
@@ -47,6 +55,23 @@ def test_a_side_answers_and_says_what_went_wrong(side: Side) -> None:
     assert side.ask("double", number=1) == 2  # it goes on
     with pytest.raises(UserError, match=r"(?s)bench_worker died at 'die'.*out of memory"):
         side.ask("die")
+
+
+def test_a_side_whose_parent_is_gone_ends_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    (tmp_path / "bench_worker.py").write_text(WORKER)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "bench_worker"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    assert worker.stdin is not None and worker.stderr is not None
+    try:
+        worker.stdin.write(json.dumps({"do": "toil", "with": {}}).encode() + b"\n")
+        worker.stdin.flush()
+        assert worker.stderr.read(7) == b"at work"
+        worker.stdin.close()  # as the end of the parent does
+        assert worker.wait(60) != 0
+    finally:
+        worker.kill()
+        worker.stderr.close()
 
 
 def test_peak_memory_is_what_the_work_took_and_is_forgotten() -> None:
