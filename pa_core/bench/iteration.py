@@ -4,8 +4,9 @@ Same model, prompts, rewards, learning rate, iteration size and cores; each in t
 Counted are completion tokens, end-of-sequence included, over wall time from the end of the first iteration to the end
 of the last, so that start-up and warm-up are left out on both sides.
 
-Ours runs as people run it, as a process with its replica; the settings tried are the engines. Every group is computed,
-also those whose rewards are all alike, which ``pa train`` would otherwise skip and TRL never does. TRL's are
+Ours runs as people run it, as a process with its replica; the settings tried are the engines, each as shipped and with
+every group computed. ``pa train`` skips groups whose rewards are all alike, since their gradient is exactly zero, and
+TRL never does: the first figure is what people get, the second compares the same work. TRL's settings are
 transformers' ``generate`` and its continuous batching, each with the training micro-batch that is fastest, found by
 trial on recorded groups of the same shape. TRL's vLLM modes are not among them: their weight transfer wants an
 accelerator.
@@ -47,9 +48,9 @@ _COMMON = (
     "optimizer.learning_rate=1e-7",
     "optimizer.warmup_iterations=0",
     "optimizer.decay=constant",
-    # With an entropy term, however small, no group is skipped.
-    "objective.entropy_coefficient=1e-6",
 )
+# With an entropy term, however small, no group is skipped.
+_EVERY_GROUP = "objective.entropy_coefficient=1e-6"
 _TRL_SETTINGS = {"generate": False, "continuous_batching": True}
 _LIMIT_S = 7200.0
 
@@ -101,9 +102,16 @@ def run(
     given = [*_COMMON, *sizes, f"sampling.max_tokens={max_tokens}", *overrides]
     config = load_config(config_path, given)
     trl = _trl(config, iterations=iterations, threads=threads)
-    ours = {engine: _attempt(f"ours, {engine}", partial(_ours, config_path, given, engine)) for engine in engines}
-    best = {"ours": _best("ours", ours), "trl": _best("TRL", trl)}
-    rates = {"ours": ours[best["ours"]]["tokens_per_s"], "trl": trl[best["trl"]]["tokens_per_s"]}
+    ours, every = (
+        {
+            engine: _attempt(f"ours, {engine}{how}", partial(_ours, config_path, [*given, *more], engine))
+            for engine in engines
+        }
+        for how, more in (("", []), (", every group", [_EVERY_GROUP]))
+    )
+    sides = {"ours": ours, "every_group": every, "trl": trl}
+    best = {side: _best(side, settings) for side, settings in sides.items()}
+    rates = {side: settings[best[side]]["tokens_per_s"] for side, settings in sides.items()}
     return {
         "config": str(config_path),
         "overrides": overrides,
@@ -113,11 +121,11 @@ def run(
         "max_tokens": max_tokens,
         "cores": threads,
         "versions": versions,
-        "ours": ours,
-        "trl": trl,
+        **sides,
         "best": best,
         "tokens_per_s": rates,
         "ratio": rates["ours"] / rates["trl"],
+        "ratio_every_group": rates["every_group"] / rates["trl"],
     }
 
 
@@ -235,10 +243,14 @@ def render(result: dict[str, Any]) -> str:
         f"{result['iterations'] - 1} iterations of {result['prompts']} prompts x {result['samples']} samples, up to "
         f"{result['max_tokens']} tokens, on {result['cores']} cores; completion tokens/s:"
     ]
-    for side, title in (("ours", "pa train"), ("trl", f"TRL {result['versions']['trl']}")):
+    titles = {"ours": "pa train", "every_group": "pa train, every group", "trl": f"TRL {result['versions']['trl']}"}
+    for side, title in titles.items():
         for name, facts in result[side].items():
             best = " (best)" if result["best"][side] == name else ""
             figure = f"{facts['tokens_per_s']:8.1f}" if "tokens_per_s" in facts else f"not run: {facts['failed']}"
             lines.append(f"  {title + ', ' + name:<36}{figure}{best}")
-    lines.append(f"ratio {result['ratio']:.2f}x (floor 3x, aim 5x)")
+    lines.append(
+        f"ratio {result['ratio']:.2f}x as shipped, {result['ratio_every_group']:.2f}x with every group computed "
+        "(floor 3x, aim 5x)"
+    )
     return "\n".join(lines)
