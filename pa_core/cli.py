@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from pa_core import __version__
 from pa_core.bench.commands import bench
@@ -199,7 +200,8 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", markup=True, highlight=False, soft_wrap=True)
+        message = Text.assemble(("error:", "bold red"), f" {error}")
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         if "--json" in sys.argv:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
         sys.exit(error.exit_code)

@@ -6,7 +6,7 @@ Imports neither torch, Prefect nor MLflow, so that forms and command lines are q
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -138,11 +138,14 @@ class SamplingConfig(Section):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """AdamW and its schedule; one step per iteration unless steps_per_iteration says otherwise."""
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW eps.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")

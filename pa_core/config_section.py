@@ -31,6 +31,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        allow_inf_nan=False,
         json_schema_extra=_number_fields,
         field_title_generator=_field_title,
         model_title_generator=_section_title,

@@ -7,13 +7,12 @@ from typing import Any
 
 from pa_core.config_files import load_config
 from pa_core.loop.launch import train_new
-from pa_core.tracking.summary import RunSummary
 
 
 def run(config: Path, overrides: list[str]) -> dict[str, Any]:
     """Train twice and compare. The bound is that of the sync run's own times: what perfect overlap would give."""
-    sync = _train(config, [*overrides, "schedule.stream=false"])
-    periodic = _train(config, [*overrides, "schedule.stream=true"])
+    configs = [load_config(config, [*overrides, f"schedule.stream={stream}"]) for stream in ("false", "true")]
+    sync, periodic = (train_new(each, config.stem) for each in configs)
     speed_up = sync.wall / periodic.wall
     return {
         "speed_up": speed_up,
@@ -22,10 +21,6 @@ def run(config: Path, overrides: list[str]) -> dict[str, Any]:
         "sync": sync.model_dump(mode="json"),
         "periodic": periodic.model_dump(mode="json"),
     }
-
-
-def _train(config: Path, overrides: list[str]) -> RunSummary:
-    return train_new(load_config(config, overrides), config.stem)
 
 
 def render(result: dict[str, Any]) -> str:

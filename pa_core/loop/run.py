@@ -63,16 +63,24 @@ def join_url(root: str, name: str) -> str:
 def prepare_run(config: TrainConfig, name_hint: str = "run") -> Run:
     """Create the run's folder with ``run.json``.
 
+    The folder must be new: it is the run's alone, and goes as a whole should the run be refused.
+
     Raises:
-        ConfigError: when a run of this name exists already.
+        ConfigError: when a run of this name exists already, or something else has the folder.
         StoreError: when the store cannot be written.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     name = config.run_name or f"{name_hint}-{config.schedule.name}-s{config.seed}-{stamp}"
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise ConfigError(f"run_name={name!r}: use letters, digits, '.', '_' and '-' only")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(
+            f"run_name={name!r}: use letters, digits, '.', '_' and '-' only, and a letter or digit to begin with"
+        )
     url = join_url(config.store.url, name)
     store = ObjectStore.open(url)
+    if not store.exists(RUN_KEY) and (others := store.list(unfinished=True)):
+        raise ConfigError(
+            f"run_name={name!r}: {url} has other things in it, such as {others[0]}; choose another name or store.url"
+        )
     record = {"name": name, "id": uuid.uuid4().hex, "created": stamp, "config": config.model_dump(mode="json")}
     try:
         store.publish(RUN_KEY, json.dumps(record, indent=2).encode(), exclusive=True)

@@ -73,9 +73,9 @@ class AdvantageConfig(Section):
     @classmethod
     def _fill(cls, value: Any) -> Any:
         tree = {"preset": value} if isinstance(value, str) else value
-        if not isinstance(tree, dict) or tree.get("preset", "verl") not in PRESETS:
+        if not isinstance(tree, dict) or str(tree.get("preset", "verl")) not in PRESETS:
             return tree
-        published = asdict(PRESETS[tree.get("preset", "verl")])
+        published = asdict(PRESETS[str(tree.get("preset", "verl"))])
         return published | {key: given for key, given in tree.items() if given is not None}
 
 
@@ -180,7 +180,7 @@ class ObjectiveConfig(Section):
     def _fill(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        published = _PUBLISHED.get(value.get("loss", "grpo"), {})
+        published = _PUBLISHED.get(str(value.get("loss", "grpo")), {})
         return published | {key: given for key, given in value.items() if given is not None or key not in published}
 
     @model_validator(mode="after")

@@ -70,6 +70,12 @@ def expect(result: subprocess.CompletedProcess[str], code: int, *parts: str) -> 
     assert "error:" in result.stderr
 
 
+def test_brackets_in_a_message_are_shown_as_they_are() -> None:
+    result = subprocess.run([*PA, "eval", "[/x]"], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "[/x]" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_an_unknown_key_suggests_the_near_one(tiny_model: Path, tmp_path: Path) -> None:
     tree = tree_for(tiny_model, tmp_path) | {"optimiser": {"learning_rate": 1e-5}}
     expect(run(tmp_path, tree), 2, "optimiser: unknown key; did you mean 'optimizer'?")

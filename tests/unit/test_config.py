@@ -59,6 +59,11 @@ def test_every_shipped_config_is_valid_and_says_its_purpose(path: Path) -> None:
         ({"rewards": [{"name": "mean", "function": "m:f"}]}, "names of the run's own reward metrics"),
         ({"evaluation": {"metric": "math"}}, "evaluation.metric='math' is not one of the rewards"),
         ({"schedule": {"max_staleness": 2}}, "schedule.max_staleness"),
+        ({"sampling": {"dynamic": {"max_draws": float("inf")}}}, "sampling.dynamic.max_draws: .*finite"),
+        ({"rewards": [{"name": "exact", "weight": float("nan")}]}, "rewards.0.weight: .*finite"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1: .*less than 1"),
+        ({"objective": {"loss": ["grpo"]}}, "objective.loss: "),
+        ({"objective": {"advantage": {"preset": ["verl"]}}}, "objective.advantage.preset: "),
     ],
 )
 def test_a_wrong_config_is_refused_by_key(changes: dict[str, Any], expected: str) -> None:
