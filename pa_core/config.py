@@ -116,7 +116,7 @@ class ScoringConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Dynamic sampling (DAPO): a group that carries no gradient is replaced by one of another prompt."""
+    """Dynamic sampling (DAPO): a group whose samples all scored alike is replaced by one of another prompt."""
 
     max_draws: float = Field(
         4.0,
