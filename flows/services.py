@@ -57,7 +57,7 @@ class Service:
 def port(variable: str, default: int) -> int:
     """A port from the environment. Raises :class:`UserError` when it is no number."""
     text = os.environ.get(variable) or str(default)
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{variable}={text!r} is not a port number")
     return int(text)
 

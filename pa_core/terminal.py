@@ -20,4 +20,4 @@ def emit(result: dict[str, Any], as_json: bool, text: str) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        Console().print(text, highlight=False, soft_wrap=True)
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -41,7 +41,7 @@ def parse_sizes(option: str, text: str, least: int = 1) -> list[int]:
         ConfigError: names the option, the value and the form.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
         raise ConfigError(f"{option} {text}: expected whole numbers from {least}, separated by commas, such as 8,16,32")
     return [int(part) for part in parts]
 

@@ -16,7 +16,7 @@ def _change(before: float | None, after: float | None) -> str:
 def report(summary: RunSummary) -> str:
     """Reward, held-out accuracy, speed and overlap of a finished run, and where to find it."""
     lines = [
-        f"[bold]{summary.run_id}[/bold]: {summary.iterations} iterations, {summary.schedule}, {summary.engine} engine",
+        f"{summary.run_id}: {summary.iterations} iterations, {summary.schedule}, {summary.engine} engine",
         f"  reward             {_change(summary.reward_first, summary.reward_last)}",
         f"  held-out accuracy  {_change(summary.eval_before, summary.eval_after)}",
         f"  throughput         {summary.tokens_per_s:.1f} response tokens/s in {summary.wall:.0f} s of iterations",

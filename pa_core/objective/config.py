@@ -73,10 +73,10 @@ class AdvantageConfig(Section):
     @classmethod
     def _fill(cls, value: Any) -> Any:
         tree = {"preset": value} if isinstance(value, str) else value
-        if not isinstance(tree, dict) or str(tree.get("preset", "verl")) not in PRESETS:
+        published = PRESETS.get(str(tree.get("preset", "verl"))) if isinstance(tree, dict) else None
+        if published is None:
             return tree
-        published = asdict(PRESETS[str(tree.get("preset", "verl"))])
-        return published | {key: given for key, given in tree.items() if given is not None}
+        return asdict(published) | {key: given for key, given in tree.items() if given is not None}
 
 
 class KlConfig(Section):

@@ -83,6 +83,7 @@ def test_peers_take_the_same_step(tiny_model: Path) -> None:
         (("mfu", "--device", "tpu"), "--device tpu: expected cpu or cuda"),
         (("peers", "--only", "verl"), "--only verl: expected one of trl"),
         (("iteration", "--engine", "sglang"), "--engine sglang"),
+        (("shared-prompt", "--group-size", "²"), "--group-size ²: expected whole numbers"),
         (("peers",), "make peers"),
         (("iteration",), "make peers"),
         (("mfu", "--tracking-uri", "http://127.0.0.1:9"), "--tracking-uri http://127.0.0.1:9"),

@@ -18,10 +18,10 @@ def config(folder: Path, name: str, reward: str = "exact") -> TrainConfig:
     return parse_config(tree | {"rewards": [{"name": reward}]})
 
 
-@pytest.mark.parametrize("name", [".", "..", ".git", "a/b", ""])
+@pytest.mark.parametrize("name", [".", "..", ".git", "a/b", " "])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="run_name="):
-        prepare_run(config(tmp_path, name or " "))
+        prepare_run(config(tmp_path, name))
     assert list(tmp_path.iterdir()) == []
 
 
