@@ -90,16 +90,19 @@ class Producer:
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if not self._thread.is_alive():
             coroutine.close()
-            raise EngineError("the producer's thread has ended") from self._cause()
+            raise self._cause() or EngineError("the producer's thread has ended")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _cause(self) -> BaseException | None:
         return self._failure.exception() if self._failure.done() else None
 
     def _result(self, job: Future[T], timeout_s: float) -> T:
-        """The job's result; raises TimeoutError, or at once what the producer as a whole failed with."""
+        """The job's result; raises TimeoutError, or at once what the producer as a whole failed with.
+
+        That failure goes before the job's own, which only follows from it.
+        """
         wait((job, self._failure), timeout_s, FIRST_COMPLETED)
-        if not job.done() and (cause := self._cause()) is not None:
+        if (cause := self._cause()) is not None:
             job.cancel()
             raise cause
         return job.result(0)
