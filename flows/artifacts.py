@@ -83,3 +83,41 @@ def chart(values: Sequence[float], height: int = 10, width: int = 72) -> str:
     rows.append(f"{low:7.3f} └" + "─" * (count * wide))
     rows.append(" " * 9 + f"iterations 0 to {len(values) - 1}")
     return "\n".join(rows)
+
+
+def figures(title: str, numbers: Mapping[str, float]) -> str:
+    """Named figures as a Markdown table."""
+    rows = [f"| {name} | {value:.6g} |" for name, value in numbers.items()]
+    return "\n".join([f"# {title}", "", "| | |", "|---|---:|", *rows])
+
+
+def evaluation_headline(found: Mapping[str, Any]) -> str:
+    """An evaluation in one line."""
+    return (
+        f"{found['metric']} {found['accuracy']:.3f} ± {found['ci95']:.3f} on {found['problems']} problems of "
+        f"{found['name']}, version {found['version']}"
+    )
+
+
+def evaluation_page(found: Mapping[str, Any], mlflow_page: str | None) -> str:
+    """An evaluation as Markdown: scores with their intervals, and what they were measured on."""
+    scores = [
+        f"| `{name}` | {score['value']:.3f} | {score['low']:.3f} to {score['high']:.3f} |"
+        for name, score in found["scores"].items()
+    ]
+    causes = ", ".join(f"{count} x {cause}" for cause, count in found["unscored_by_cause"].items()) or "none"
+    facts = [
+        ("Policy", f"version {found['version']} of `{found['run_url']}` (`{found['model']}`)"),
+        ("Problems", f"{found['problems']} of {found['name']} (`{found['data']}`)"),
+        ("Samples per problem (k)", str(found["samples_per_problem"])),
+        ("Temperature, longest response", f"{found['temperature']:g}, {found['max_tokens']} tokens"),
+        ("Mean response, share cut off", f"{found['response_length']:.1f} tokens, {found['truncated_share']:.1%}"),
+        ("Unscored samples, in no score", f"{found['unscored']} ({causes})"),
+        ("Samples without a readable answer", str(found["unanswered"])),
+        ("All samples", f"`{found['samples_url']}`"),
+    ]
+    lines = [f"# {evaluation_headline(found)}", "", "| score | value | 95 % interval |", "|---|---:|---:|", *scores]
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
+    if mlflow_page:
+        lines += ["", f"[Open the run in MLflow]({mlflow_page})"]
+    return "\n".join(lines)

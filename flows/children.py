@@ -9,10 +9,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from prefect import runtime
+
 from pa_core.errors import EngineError, StoreError
 from pa_core.loop.run import Run
 from pa_core.rollout.process import ChildProcess, ReplicaSet, spawn, stop_all
 from pa_core.rollout.protocol import API_KEY_VARIABLE
+from pa_core.tracking.origin import FLOW_RUN_VARIABLE
 
 TRAINER_GRACE_S = 13.0
 REPLICA_GRACE_S = 5.0
@@ -46,6 +49,7 @@ class Children:
         command = [sys.executable, "-m", "pa_core.cli", "train", "--run-url", self.run.url, "--json"]
         env = {
             API_KEY_VARIABLE: self.replicas.api_key,
+            FLOW_RUN_VARIABLE: str(runtime.flow_run.id or ""),
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "200",
             "TQDM_DISABLE": "1",

@@ -23,7 +23,7 @@ from pa_core.config import TrainConfig
 from pa_core.config_files import load_config
 from pa_core.errors import UserError
 from pa_core.loop.progress import ProgressBar
-from pa_core.tracking.mlflow_run import absolute_uri
+from pa_core.tracking.connection import absolute_uri
 
 STOPPED = 3
 

@@ -1,7 +1,8 @@
 """The local services: ``python -m flows.services up`` and ``down`` (``make up``, ``make down``).
 
 ``up`` starts a Prefect server, an MLflow server and the host of the deployments, waits until all three answer, and
-prints their addresses. Everything they write lies below ``.services/`` and beside ``mlflow.db``.
+prints their addresses. Before anything is served, runs that a crash of this machine left behind are ended. Everything
+they write lies below ``.services/`` and beside ``mlflow.db``.
 Ports: ``PREFECT_PORT`` (4200) and ``MLFLOW_PORT`` (5000).
 """
 
@@ -22,9 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from prefect.settings import PREFECT_UI_URL
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
 
+from flows import automations, reconcile
+from flows.deployments import READY
 from pa_core.errors import EngineError, UserError
 from pa_core.rollout.process import spawn
 
@@ -191,7 +195,7 @@ def temporary_prefect() -> Iterator[str]:
 def _deployments_ready(since: float) -> Callable[[], bool]:
     def ready() -> bool:
         log = _log("deployments")
-        return log.exists() and log.stat().st_mtime >= since and "being served and polling" in log.read_text()
+        return log.exists() and log.stat().st_mtime >= since and READY in log.read_text()
 
     return ready
 
@@ -220,6 +224,17 @@ def up() -> None:
     )
 
 
+def _look_after_runs(prefect: str, console: Console) -> None:
+    """See to the automations, and to runs that ended without anybody to say so; this server has none elsewhere."""
+    with temporary_settings({PREFECT_API_URL: f"{prefect}/api"}):
+        with get_client(sync_client=True) as client:
+            automations.ensure(client)
+        ended = reconcile.clean_up(local=True)
+    for what, count in ended.items():
+        if count:
+            console.print(f"  {count} {what}, which a crash or a shutdown had left")
+
+
 def _start_all(services: list[Service], console: Console) -> None:
     def add(service: Service, ready: Callable[[], bool]) -> None:
         services.append(service)
@@ -240,6 +255,7 @@ def _start_all(services: list[Service], console: Console) -> None:
     )
     for service, ready in waiting:
         _await(service, ready, console)
+    _look_after_runs(prefect, console)
     began = time.time()
     host = _start("deployments", f"{prefect}/deployments", "flows.deployments")
     waiting.clear()

@@ -89,7 +89,7 @@ def end_own_mlflow_run(run: Run, status: str) -> None:
 def publish_results(run: Run, summary: dict[str, Any]) -> None:
     """The summary and the reward curve, beside the link that was there from the start."""
     uri, run_id = run.config.tracking.uri, summary["mlflow_run_id"]
-    page = tracking.run_page(uri, run_id) if run_id else None
+    page = tracking.page_of(uri, run.facts()["mlflow_experiment_id"], run_id) if run_id else None
     history = tracking.metric_history(uri, run_id, "reward/mean") if run_id else []
     create_markdown_artifact(
         artifacts.summary_table(summary, page), key="summary", description=artifacts.headline(summary)
@@ -102,23 +102,8 @@ def run_name_hint() -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(runtime.deployment.name or runtime.flow_run.name))
 
 
-@flow(
-    name="train",
-    task_runner=ThreadPoolTaskRunner(max_workers=MAX_REPLICAS + 2),  # type: ignore[arg-type]
-    persist_result=False,
-    log_prints=False,
-    on_crashed=[end_mlflow_runs],
-    on_cancellation=[end_mlflow_runs],
-)
-def train(config: TrainConfig) -> State[Any]:
-    """Train a language model with GRPO on verifiable rewards, generation and training overlapped.
-
-    Starts the replicas and the trainer as processes, shows their progress, and ends them whatever happens.
-    """
-    try:
-        run = prepare_run(config, run_name_hint())
-    except UserError as error:
-        return failed(str(error), error.exit_code)
+def follow_run(run: Run) -> State[Any]:
+    """Start a prepared run's processes, follow them to their end, end them whatever happens, and report."""
     get_run_logger().info("run %s in %s", run.name, run.url)
     status = "KILLED"
     try:
@@ -137,6 +122,29 @@ def train(config: TrainConfig) -> State[Any]:
     summary = cast(dict[str, Any], trained.result())
     publish_results(run, summary)
     return Completed(message=artifacts.headline(summary), data=summary)
+
+
+@flow(
+    name="train",
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_REPLICAS + 2),  # type: ignore[arg-type]
+    persist_result=False,
+    log_prints=False,
+    on_crashed=[end_mlflow_runs],
+    on_cancellation=[end_mlflow_runs],
+)
+def train(config: TrainConfig) -> State[Any]:
+    """Train a language model with GRPO on verifiable rewards, generation and training overlapped.
+
+    Starts the replicas and the trainer as processes, shows their progress, and ends them whatever happens.
+
+    Args:
+        config: The run: every key of the configuration, at first as in the deployment's file.
+    """
+    try:
+        run = prepare_run(config, run_name_hint())
+    except UserError as error:
+        return failed(str(error), error.exit_code)
+    return follow_run(run)
 
 
 if __name__ == "__main__":

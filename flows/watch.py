@@ -68,10 +68,10 @@ class TrainerWatch:
                 return
             for observer in observers:
                 observer(state)
-            if state.mlflow_run_id and self.mlflow_run_id is None:
-                self._link(state.mlflow_run_id)
             if state.line() != self._drawn:
                 self._draw(round(100 * state.fraction, 1), state.line())
+            if state.mlflow_run_id and self.mlflow_run_id is None:
+                self._link(state.mlflow_run_id)
         except Exception as error:
             self._logger.warning("progress could not be shown: %s", error)
 

@@ -21,8 +21,11 @@ from pa_core import __version__
 from pa_core.bench.commands import bench
 from pa_core.config_files import load_config
 from pa_core.errors import ConfigError, UserError
+from pa_core.evaluation.request import EvaluationRequest
+from pa_core.evaluation.sets import SetName
 from pa_core.rollout.process import watch_parent
-from pa_core.terminal import Json, Overrides, emit
+from pa_core.study.commands import compare, sweep
+from pa_core.terminal import CountBar, Json, Overrides, emit
 
 app = typer.Typer(
     name="pa",
@@ -34,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+app.command("compare")(compare)
+app.command("sweep")(sweep)
 
 
 def _logging() -> None:
@@ -94,24 +99,37 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run's URL or folder, or a YAML config for its untrained model.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A run's folder or URL, or …/checkpoints/v000012 in it; a model (folder, hub id, wheel://…); or a "
+            "YAML config for its untrained model."
+        ),
+    ],
     overrides: Overrides = None,
-    version: Annotated[int | None, typer.Option(help="Published version; default: the latest.")] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Published version of a run; default: the latest.")] = None,
+    problems: Annotated[
+        SetName | None, typer.Option("--set", help="A named set, read from data.path=FILE, URL or hub id.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy of a run's published version, or of a config's model, on held-out problems.
+    """Evaluate a policy: pass@1, avg@k and maj@k with 95 % intervals, on held-out or other problems.
 
-    [dim]pa eval runs/quickstart-… evaluation.limit=100[/dim]
+    A run's version is evaluated on the problems that the run held out, or on those that data.path=… names.
+
+    [dim]pa eval runs/quickstart-… evaluation.samples=8 evaluation.temperature=0.7[/dim]
+    [dim]pa eval Qwen/Qwen2.5-0.5B-Instruct --set gsm8k data.path=gsm8k/test.jsonl engine.kind=vllm[/dim]
     """
-    from pa_core.loop.evaluation import evaluate_target
+    from pa_core.loop.evaluation_run import evaluate as run_evaluation
+    from pa_core.loop.evaluation_run import report
+    from pa_core.loop.signals import StopSignals
 
-    result = evaluate_target(target, overrides or [], version)
-    emit(
-        result,
-        as_json,
-        f"version {result['version']}: {result['metric']} = {result['accuracy']:.3f} on {result['problems']} problems"
-        f" (±{result['ci95']:.3f} at 95 %)",
-    )
+    own = any(override.startswith("data.") for override in overrides or [])
+    named = problems or ("own" if own else "held_out")
+    request = EvaluationRequest(target=target, version=version, problems=named, overrides=overrides or [])
+    with StopSignals(), CountBar("problems") as bar:
+        result = run_evaluation(request, bar.update).found
+    emit(result, as_json, report(result))
 
 
 @app.command()

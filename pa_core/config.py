@@ -210,7 +210,12 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm"] = Field(
         "embedded", description="embedded: transformers, needs nothing else; vllm: vLLM servers (make vllm)."
     )
-    replicas: int = Field(1, ge=0, description="Replica processes to start here.")
+    replicas: int = Field(
+        1,
+        ge=0,
+        description="Replica processes to start here; with 0 the run waits for those that others start (pa serve, the "
+        "replica flow) or that urls names.",
+    )
     urls: list[str] = Field(
         default_factory=list, description="vLLM servers that somebody else runs, used beside those started here."
     )
@@ -244,8 +249,6 @@ class EngineConfig(Section):
     def _some_replica(self) -> EngineConfig:
         if self.urls and self.kind != "vllm":
             raise ValueError("engine.urls names vLLM servers; set engine.kind=vllm")
-        if not self.replicas and not self.urls:
-            raise ValueError("engine.replicas=0 needs engine.urls: somebody has to generate")
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or "@" in url:
                 raise ValueError(f"engine.urls: {url!r}: expected http://host:port without credentials")
@@ -281,19 +284,63 @@ class TrackingConfig(Section):
 
     uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking store or server.")
     experiment: str = Field("periodic-asynchrony", description="Experiment: one research question.")
-    rollout_table_every: int = Field(10, ge=1, description="Iterations between tables of sample rollouts.")
+    rollout_table_every: int = Field(
+        10, ge=1, description="Iterations between tables of sample rollouts, each with a trace of one group."
+    )
     log_model: bool = Field(True, description="Keep the final model, loadable with from_pretrained, in the run.")
 
 
+class MetricsConfig(Section):
+    """Live metrics for Prometheus: /metrics and /health of the trainer process."""
+
+    port: int | None = Field(
+        0, ge=0, le=65535, description="Port to listen on; 0: a free one, so that runs never collide; null: no metrics."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address to listen on. Whoever reaches it may read the metrics: 0.0.0.0 on private networks only.",
+    )
+    targets: str | None = Field(
+        ".services/targets",
+        description="Local folder in which a run tells Prometheus where it and its replicas are found; null: nowhere.",
+    )
+
+
 class EvaluationConfig(Section):
-    """Held-out accuracy, before the first and after the last iteration."""
+    """Held-out accuracy, before the first and after the last iteration, and on an interval."""
 
     enabled: bool = Field(True, description="Evaluate before and after training.")
+    every: int = Field(
+        0,
+        ge=0,
+        description="Iterations between evaluations during training, made by one more replica of its own while "
+        "training goes on; 0: only before and after. Versions wait in the store until they are evaluated.",
+    )
+    devices: str | None = Field(
+        None, description="Devices of the replica that evaluates during training, e.g. '3' (vLLM); default: it chooses."
+    )
     data: DataConfig | None = Field(None, description="Evaluation data; default: the held-out part of data.")
     metric: str | None = Field(None, description="Reward whose mean is the accuracy; default: the first one.")
     temperature: float = Field(0.0, ge=0, description="0 decodes greedily.")
-    samples: int = Field(1, ge=1, description="Responses per problem.")
-    limit: int = Field(200, ge=1, description="Evaluate at most this many problems.")
+    samples: int = Field(1, ge=1, description="k: responses per problem; above 1 gives maj_at_k too.")
+    answer_pattern: str | None = Field(
+        None,
+        description="Regular expression whose first group is the answer that a response votes for in maj_at_k; "
+        "default: the boxed or last number for the rewards math and number, the whole response for others.",
+    )
+    limit: int | None = Field(200, ge=1, description="Evaluate at most this many problems; null: all.")
+
+    @model_validator(mode="after")
+    def _some_variety(self) -> EvaluationConfig:
+        if self.every and not self.enabled:
+            raise ValueError(f"every={self.every} needs enabled=true; set enabled=true, or every=0")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples={self.samples} with temperature=0 gives {self.samples} times the same response; set a "
+                "temperature such as 0.7, or samples=1"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -328,6 +375,7 @@ class TrainConfig(Section):
     store: StoreConfig = Field(default_factory=StoreConfig, description="Rollouts and weights.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Resuming.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Live metrics for Prometheus.")
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:

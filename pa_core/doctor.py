@@ -112,7 +112,7 @@ def _probe_store(url: str) -> str:
 
 
 def _probe_tracking(uri: str) -> str:
-    from pa_core.tracking.mlflow_run import prepare_environment
+    from pa_core.tracking.connection import prepare_environment
 
     prepare_environment()
     import mlflow

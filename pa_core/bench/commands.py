@@ -77,7 +77,8 @@ def shared_prompt(
     threads: Threads = None,
     repeats: Repeats = 3,
     minutes: Annotated[
-        float | None, typer.Option(help="Measure no point that would exceed this time; those left out are named.")
+        float | None,
+        typer.Option(min=0.1, help="Measure no point that would exceed this time; those left out are named."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep finished points here (JSON lines), and do not measure those in it again.")
@@ -227,11 +228,11 @@ def overlap(
 def engine(
     config: Annotated[Path, typer.Argument(help="Config whose model is served.")] = Path("configs/quickstart.yaml"),
     overrides: Overrides = None,
-    sequences: Annotated[int, typer.Option(help="Responses in flight at once.")] = 64,
+    sequences: Annotated[int, typer.Option(min=1, help="Responses in flight at once.")] = 64,
     group_size: Annotated[int, typer.Option(help="K: samples per prompt, for the second figure.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Lp.")] = 64,
     response_tokens: Annotated[int, typer.Option(help="Lr.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds per client; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds per client; the median counts.")] = 3,
     tracking_uri: TrackingUri = _TRACKING,
     as_json: Json = False,
 ) -> None:
@@ -255,7 +256,7 @@ def handover(
         "configs/quickstart.yaml"
     ),
     overrides: Overrides = None,
-    repeats: Annotated[int, typer.Option(help="Versions handed over; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Versions handed over; the median counts.")] = 5,
     tracking_uri: TrackingUri = _TRACKING,
     as_json: Json = False,
 ) -> None:

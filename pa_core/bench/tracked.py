@@ -13,9 +13,10 @@ from typing import Any, Self
 
 from pa_core import __version__
 from pa_core.errors import ConfigError
+from pa_core.tracking.connection import absolute_uri, artifact_location, prepare_environment
 from pa_core.tracking.description import flatten
 from pa_core.tracking.metrics import metric_key
-from pa_core.tracking.mlflow_run import absolute_uri, artifact_location, prepare_environment
+from pa_core.tracking.origin import origin_tags
 
 log = logging.getLogger(__name__)
 
@@ -133,4 +134,5 @@ def _run_name(name: str) -> str:
 def _environment() -> dict[str, str]:
     """What figures depend on besides the settings."""
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return {"pa": __version__, **versions, "machine": platform.machine(), "cores": str(os.cpu_count())}
+    machine = {"machine": platform.machine(), "cores": str(os.cpu_count())}
+    return {"pa": __version__, **versions, **machine, **origin_tags()}

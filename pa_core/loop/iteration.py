@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ def rollout_metrics(groups: Sequence[Group], quota: Quota) -> dict[str, float]:
         "reward/unscored_share": 1 - len(rewards) / len(samples),
         "reward/zero_variance_groups": float(dull),
         "rollout/draws": float(len(groups)),
-        "rollout/informative_groups": float(len(groups) - dull),
         "rollout/uninformative_share": dull / len(groups),
         "rollout/unfilled_groups": float(quota.groups - sum(quota.counts(group) for group in groups)),
         "rollout/response_length": float(np.mean(lengths)),
@@ -49,21 +48,41 @@ def _duplicate_share(samples: Sequence[Sample]) -> float:
     return 1 - len(distinct) / len(samples)
 
 
-def sample_rows(groups: Sequence[Group], version: int, limit: int = 16) -> list[dict[str, Any]]:
-    """Rows of the table of sample rollouts: the first samples of as many groups as fit."""
+def most_telling(trained: Sequence[Group], advantages: Mapping[str, Sequence[float]]) -> Group:
+    """The group to look at more closely: the first of the prompt stream that taught something, else the first."""
+    ordered = sorted(trained, key=lambda group: group.prompt.index)
+    return next((group for group in ordered if any(advantages[group.id])), ordered[0])
+
+
+def sample_rows(
+    groups: Sequence[Group], advantages: Mapping[str, Sequence[float]], limit: int = 16
+) -> list[dict[str, Any]]:
+    """Rows of the table of sample rollouts: the first samples of as many groups as fit.
+
+    Args:
+        advantages: by id of the groups that were trained on; samples of others have none.
+    """
     per_group = max(1, limit // max(1, len(groups)))
-    return [
-        {
-            "version": version,
-            "prompt": group.prompt.text,
-            "answer": group.prompt.answer,
-            "response": sample.text,
-            "reward": sample.reward,
-            **{f"reward_{name}": value for name, value in sorted(sample.rewards.items())},
-            "unscored": sample.unscored,
-            "tokens": len(sample),
-            "finish_reason": sample.finish_reason,
-        }
-        for group in groups
-        for sample in group.samples[:per_group]
-    ][:limit]
+    rows = []
+    for group in groups[:limit]:
+        earned = advantages.get(group.id, [None] * len(group.samples))
+        for sample, advantage in list(zip(group.samples, earned, strict=True))[:per_group]:
+            rows.append(_row(group, sample, advantage))
+    return rows[:limit]
+
+
+def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any]:
+    return {
+        "version": group.version,
+        "group": group.id,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "response": sample.text,
+        "reward": sample.reward,
+        **{f"reward_{name}": value for name, value in sorted(sample.rewards.items())},
+        "advantage": advantage,
+        "unscored": sample.unscored,
+        "tokens": len(sample),
+        "logprob_mean": float(np.mean(sample.logprobs)) if len(sample) else None,
+        "finish_reason": sample.finish_reason,
+    }

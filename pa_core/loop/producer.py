@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SHOW_EVERY_S = 1.0
+"""Seconds between two words about the progress of an evaluation."""
+
 
 class Producer:
     """Runs generation and scoring behind the trainer's back; its failures reach the trainer through the buffer.
@@ -41,6 +45,11 @@ class Producer:
     Args:
         stop_token_ids: tokens that end a response.
         longest_first: send the prompts of an iteration in the order of decreasing expected length.
+
+    Attributes:
+        in_flight: groups that are queued, generated or scored.
+        scoring: those of them that are scored.
+        tokens: response tokens received so far.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class Producer:
         self._closing = False
         self._failure: Future[Any] = Future()
         self.in_flight = 0
+        self.scoring = 0
+        self.tokens = 0
         pool.on_failure = self.fail
         pool.on_late_load = self._note_load
 
@@ -205,13 +216,23 @@ class Producer:
                     stop_token_ids=self._stop_token_ids,
                 )
             )
-            self._timeline.add("generate", response.replica, response.started_at, response.ended_at, iteration=version)
+            self._timeline.add(
+                "generate", response.replica, response.started_at, response.ended_at, iteration=version, group=prompt.id
+            )
             group = self._to_group(prompt, response)
-            with self._timeline.span("score", SCORE, version):
-                await self._rewards.score(group)
+            self.tokens += sum(len(sample) for sample in group.samples)
+            await self._score(group)
             return group
         finally:
             self.in_flight -= 1
+
+    async def _score(self, group: Group) -> None:
+        self.scoring += 1
+        try:
+            with self._timeline.span("score", SCORE, group.version, group=group.id):
+                await self._rewards.score(group)
+        finally:
+            self.scoring -= 1
 
     def _to_group(self, prompt: Prompt, response: GenerateResponse) -> Group:
         samples = [
@@ -238,8 +259,12 @@ class Producer:
         max_tokens: int,
         samples: int,
         timeout_s: float,
+        show: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group]:
         """Scored groups for ``prompts`` at ``version``; they pass by the buffer and are never trained on.
+
+        Args:
+            show: told now and then, in the calling thread, how many of how many problems are done.
 
         Raises:
             EngineError: some were not finished within ``timeout_s``, or no replica is left.
@@ -259,8 +284,13 @@ class Producer:
             return [job.result() for job in jobs]
 
         job = self._submit(gather())
+        deadline = time.monotonic() + timeout_s
         try:
-            return self._result(job, timeout_s)
+            while not wait((job, self._failure), min(SHOW_EVERY_S, timeout_s), FIRST_COMPLETED).done:
+                if time.monotonic() >= deadline:
+                    break
+                show(len(prompts) - len(missing), len(prompts))
+            return self._result(job, 0)
         except TimeoutError:
             job.cancel()
             raise EngineError(

@@ -21,7 +21,8 @@ class ProgressState:
     """A snapshot of a run.
 
     Attributes:
-        phase: starting, training, finishing, done, stopped or failed.
+        phase: starting, training, evaluating, finishing, done, stopped or failed.
+        detail: more about the phase, for people.
         iteration: iterations finished; ``iterations`` is the target.
         groups_consumed: groups of the current iteration that the trainer has consumed, of ``groups``.
         groups_replaced: groups of it that were uninformative (dynamic sampling).
@@ -33,6 +34,7 @@ class ProgressState:
     """
 
     phase: str = "starting"
+    detail: str = ""
     iteration: int = 0
     iterations: int = 0
     groups_consumed: int = 0
@@ -63,7 +65,7 @@ class ProgressState:
 
     def line(self) -> str:
         """One line for people."""
-        parts = [f"{self.phase}", f"iteration {self.iteration}/{self.iterations}"]
+        parts = [f"{self.phase} {self.detail}".strip(), f"iteration {self.iteration}/{self.iterations}"]
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
         if self.accuracy is not None:

@@ -116,16 +116,17 @@ def resume_run(url: str, overrides: Sequence[str] = ()) -> Run:
     """Open a run that is to go on.
 
     Args:
-        overrides: how to go on; only what does not change the result may be another, ``parallel`` and ``trainer``.
+        overrides: how to go on; only what does not change the result may be another, ``parallel``, ``trainer`` and
+            ``metrics``.
 
     Raises:
         ConfigError: when there is none at ``url``, it is finished, or an override changes something else.
     """
     for override in overrides:
-        if not override.startswith(("parallel.", "trainer.")):
+        if not override.startswith(("parallel.", "trainer.", "metrics.")):
             raise ConfigError(
-                f"override {override!r}: a stopped run goes on as it began; only keys of parallel and trainer may "
-                "change"
+                f"override {override!r}: a stopped run goes on as it began; only keys of parallel, trainer and "
+                "metrics may change"
             )
     run = open_run(url, overrides)
     if run.store.exists(SUMMARY_KEY):
@@ -149,7 +150,7 @@ def sole_trainer(run: Run) -> Iterator[None]:
         run.store.publish(TRAINER_KEY, mine)
     except FileExistsError:
         other = json.loads(run.store.read(TRAINER_KEY))
-        if other["host"] != platform.node() or _runs(other["pid"], other["started"]):
+        if other["host"] != platform.node() or process_runs(other["pid"], other["started"]):
             raise ConfigError(
                 f"{run.url} is being trained by process {other['pid']} on {other['host']}; wait for it or stop it. "
                 f"If that host is gone for good, remove {TRAINER_KEY} from the run's folder"
@@ -161,7 +162,7 @@ def sole_trainer(run: Run) -> Iterator[None]:
         run.store.delete(TRAINER_KEY)
 
 
-def _runs(pid: int, started: float) -> bool:
+def process_runs(pid: int, started: float) -> bool:
     """Whether the process still lives and is not a later one of the same number."""
     try:
         return abs(psutil.Process(pid).create_time() - started) < 1

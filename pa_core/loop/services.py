@@ -33,6 +33,7 @@ from pa_core.rollout.process import ReplicaSet, trainer_threads
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.store.rollouts import RolloutBuffer
 from pa_core.store.weights import WeightStore
+from pa_core.tracking.exporter import Live, ReplicaNow, RunMetrics
 from pa_core.tracking.timeline import Span, Timeline
 
 WAVES = 4
@@ -45,15 +46,27 @@ def load_problems(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, conte
     Raises:
         DataError: as :func:`pa_core.data.prompts.load_prompts`.
     """
-    problems = load_prompts(config.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
     if config.evaluation.data is None:
-        return replace(problems, held_out=problems.held_out[: config.evaluation.limit])
-    other = load_prompts(config.evaluation.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
-    held_out = (other.held_out or other.train)[: config.evaluation.limit]
+        return load_held_out(config, tokenizer, context_limit)
+    problems = load_prompts(config.data, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
+    held_out = load_held_out(config, tokenizer, context_limit).held_out
     train = without(problems.train, held_out)
     if not train:
         raise DataError("evaluation.data asks every training problem too, which leaves none to train on; change one")
     return replace(problems, train=train, held_out=held_out)
+
+
+def load_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context_limit: int) -> PromptSet:
+    """The problems that evaluation uses, as ``held_out`` of their source: ``evaluation.data`` or a part of ``data``.
+
+    Raises:
+        DataError: as :func:`pa_core.data.prompts.load_prompts`.
+    """
+    source = config.evaluation.data or config.data
+    problems = load_prompts(source, tokenizer, config.seed, context_limit, config.sampling.max_tokens)
+    whole = config.evaluation.data is not None and not problems.held_out
+    held_out = problems.train if whole else problems.held_out
+    return replace(problems, held_out=held_out[: config.evaluation.limit])
 
 
 def usable_context(config: TrainConfig, model: LoadedModel) -> int:
@@ -63,7 +76,7 @@ def usable_context(config: TrainConfig, model: LoadedModel) -> int:
     return trained if served is None else min(trained, served)
 
 
-def _require_engine(config: TrainConfig, model: LoadedModel) -> None:
+def require_engine(config: TrainConfig, model: LoadedModel) -> None:
     """Raise :class:`ConfigError` when the configured engine cannot generate with ``model``."""
     state = carried_state(model.model)
     if config.engine.kind == "embedded" and state is not None:
@@ -125,12 +138,14 @@ class Services:
         self.patience_s = 2 * config.engine.request_timeout_s + 120
         self.rewards = RewardPool(config.rewards, config.scoring)  # first: a mistyped name should not cost a model
         self.model = load_policy(config.model)
-        _require_engine(config, self.model)
+        require_engine(config, self.model)
         self.model_files = describing_files(self.model)
         self.problems = load_problems(config, self.model.tokenizer, usable_context(config, self.model))
         self.weights = WeightStore(run.store)
         self.buffer = RolloutBuffer(run.store, config.schedule.max_staleness)
         self.timeline = Timeline()
+        self.metrics = RunMetrics(run.name, config, self.live)
+        self.timeline.on_span = self.metrics.span
         fabric = config.engine.weight_transfer != "fsspec"
         self.fabric = None
         if fabric:  # what is sent is the model that is trained, on its device
@@ -167,6 +182,35 @@ class Services:
         if self.fabric is not None:
             self.fabric.close()
         self.rewards.close()
+
+    def live(self) -> Live:
+        """What the metrics show of the pipeline right now. May be called from any thread."""
+        pool, producer, buffer = self._pool, self.producer, self.buffer
+        queued, scoring, loaded = pool.queued, producer.scoring, pool.versions
+        return Live(
+            open_groups={
+                "queued": queued,
+                "generating": max(0, producer.in_flight - queued - scoring),
+                "scoring": scoring,
+                "buffered": buffer.waiting,
+            },
+            groups={"scored": buffer.accepted, "duplicated": buffer.duplicates, "stale": buffer.stale},
+            tokens_generated=producer.tokens,
+            restarts=pool.restarts,
+            retries=pool.retries,
+            hedges=pool.hedged,
+            hedges_won=pool.hedges_won,
+            replicas={name: self._replica_now(name) for name in {*pool.expected, *loaded, *pool.dead}},
+        )
+
+    def _replica_now(self, name: str) -> ReplicaNow:
+        record = self._pool.records.get(name)
+        return ReplicaNow(
+            ready=self._pool.versions.get(name) is not None,
+            in_flight=self._pool.in_flight.get(name, 0),
+            url=None if record is None else record.url,
+            engine="" if record is None else record.engine,
+        )
 
     def replicas(self, spans: Iterable[Span]) -> list[str]:
         """The replicas that serve now and those that worked in ``spans``: they come and go."""

@@ -15,8 +15,10 @@ from typing import Any
 
 from pa_core.data.stream import PromptStream
 from pa_core.errors import Stopped
+from pa_core.evaluation.store import EvaluationStore
 from pa_core.loop import evaluation
 from pa_core.loop.draws import Draws, Quota
+from pa_core.loop.interval import IntervalEvaluation
 from pa_core.loop.iteration import rollout_metrics
 from pa_core.loop.learner import Learner
 from pa_core.loop.progress import ProgressState
@@ -31,6 +33,7 @@ from pa_core.rollout.process import ReplicaSet
 from pa_core.store.checkpoints import CheckpointStore
 from pa_core.store.ledger import Ledger
 from pa_core.store.policy import AdapterTable, PolicyReader
+from pa_core.tracking.exporter_server import Endpoint
 from pa_core.tracking.summary import RunSummary
 from pa_core.tracking.timeline import TRAIN
 
@@ -59,6 +62,7 @@ class Trainer:
     ) -> None:
         self.config = run.config
         self.signals = signals
+        self.endpoint = Endpoint(run.config.metrics)  # first: a port that is taken should not cost a model
         self.services = Services(run, replicas)
         self.stream = PromptStream(self.services.problems.train, self.config.seed, self.config.data.shuffle)
         self.learner = Learner(self.config, self.services.model.model, layout, ranks)
@@ -67,6 +71,8 @@ class Trainer:
         self.recorder = Recorder(self.services, show)
         self.checkpoints = CheckpointStore(run.store)
         self.ledger = Ledger(run.store)
+        self.evaluations = EvaluationStore(run.store)
+        self.interval = IntervalEvaluation(run, partial(self.recorder.warn, "evaluation_failure"))
         self.cursor: dict[str, Any] = self.stream.state()
         self.quota = Quota.of(run.config)
         self.selection: Selection
@@ -76,11 +82,13 @@ class Trainer:
 
     def run(self) -> RunSummary:
         """Train to the end. Raises what stopped it, after the MLflow run got its final status."""
-        with self.services, self.recorder:
+        with self.services, self.endpoint.serving(self.services.metrics), self.recorder, self.interval:
             try:
                 self._restore()
                 self._publish_base()
                 self._publish()
+                if self.services.problems.held_out:
+                    self.interval.start(self.learner.version, self.recorder.evaluated_versions)
                 self.services.producer.start(self.config.engine.startup_timeout_s)
                 return self._train()
             except Stopped as stop:
@@ -101,6 +109,9 @@ class Trainer:
                 self._begin(t + 1)
             self._book(t, selection)
         self._evaluate()
+        for found in self.interval.rest(self.recorder.evaluating):
+            self.recorder.evaluated(found.result, found.table)
+        self._retain()
         self._fold()
         return self.recorder.finish(self.weights_sha256)
 
@@ -126,7 +137,8 @@ class Trainer:
         )
         for groups in between_steps(arrivals, partial(self._step, t)):
             if groups:
-                with self.services.timeline.span("forward_backward", TRAIN, t, groups=len(groups)):
+                ids = [group.id for group in groups]
+                with self.services.timeline.span("forward_backward", TRAIN, t, groups=ids):
                     self.learner.accumulate(groups)
             self.services.rewards.check(selection.arrived, expected=selection.most * self.config.group_size)
             self.recorder.consumed(len(selection.trained), len(selection.uninformative))
@@ -183,13 +195,17 @@ class Trainer:
             self.ledger.write(t, [group.id for group in selection.trained], facts)
             self.services.buffer.compact(t, selection.arrived, self.learner.advantages)
             metrics = rollout_metrics(selection.arrived, self.quota) | self.learner.metrics()
-            self.recorder.iteration(t, metrics, selection.arrived, selection.trained)
+            self.recorder.iteration(t, metrics, selection.arrived, selection.trained, self.learner.advantages)
         if self.config.checkpoint.every and (t + 1) % self.config.checkpoint.every == 0:
             self._checkpoint()
-        kept = set(self.checkpoints.versions()) | set(
-            range(self.learner.version - self.config.store.keep_versions + 1, self.learner.version + 1)
-        )
-        self.services.weights.retain(kept)
+        for found in self.interval.collect():
+            self.recorder.evaluated(found.result, found.table)
+        self._retain()
+
+    def _retain(self) -> None:
+        """Remove versions that nobody needs any more."""
+        recent = range(self.learner.version - self.config.store.keep_versions + 1, self.learner.version + 1)
+        self.services.weights.retain({*self.checkpoints.versions(), *self.interval.held(), *recent})
 
     def _fold(self) -> None:
         """Make the model in memory the whole final policy where it is not: with LoRA, or spread over processes."""
@@ -202,9 +218,14 @@ class Trainer:
     def _evaluate(self) -> None:
         held_out = self.services.problems.held_out
         if self.config.evaluation.enabled and held_out:
-            self.recorder.accuracy(
-                evaluation.measure(self.config, self.services.producer, self.learner.version, held_out)
-            )
+            version = self.learner.version
+
+            def show(done: int, total: int) -> None:
+                self.recorder.evaluating(version, f"({done}/{total})")
+
+            found = evaluation.measure(self.config, self.services.producer, version, held_out, show)
+            self.evaluations.write(found.result, found.table)
+            self.recorder.evaluated(found.result, found.table)
 
     def _checkpoint(self) -> None:
         """Everything that is needed to go on from the current version, the iteration's groups aside."""
@@ -216,7 +237,7 @@ class Trainer:
                 "record": self.recorder.state(),
             }
             self.checkpoints.save(version, self.learner.save_optimizer, state)
-            self.checkpoints.retain(self.config.checkpoint.keep)
+            self.recorder.stored(self.checkpoints.retain(self.config.checkpoint.keep))
 
     def _restore(self) -> None:
         """Go on from the latest checkpoint, if there is one.
@@ -230,12 +251,14 @@ class Trainer:
             state, files = found.state, [asdict(file) for file in found.files]
             self.learner.restore(self.services.run.url, version, found.url, found.folder, files, state["steps"])
             self.recorder.restore(state["record"])
+            self.recorder.stored(self.checkpoints.versions())
             self.stream.restore(state["cursor"])
             self.cursor = state["cursor"]
             log.info("resuming at version %d", version)
         self.services.weights.forget_after(version)
         self.services.buffer.forget_after(version)
         self.ledger.forget_after(version)
+        self.evaluations.forget_after(version)
 
     def _save_on_stop(self) -> None:
         """Leave a checkpoint of the last whole version behind, so that nothing of it is repeated."""

@@ -41,7 +41,8 @@ class Membership:
 
     Args:
         store: the run's folder.
-        expected: ids to wait for at start.
+        expected: ids to wait for at start; where neither it nor ``config.urls`` names any, replicas come by
+            themselves, and the pool waits for one as long as for a start, also when none is left.
         api_key: the run's key.
         config: deadlines and static servers.
         processes: the processes that this program started, if it did.
@@ -87,6 +88,11 @@ class Membership:
 
     # -- who is there
 
+    @property
+    def expected(self) -> list[str]:
+        """Those that the run counts on from its start: its own processes and the servers of ``engine.urls``."""
+        return list(self._expected)
+
     def serving(self) -> list[Replica]:
         """Those that live and take work."""
         return [replica for replica in self.replicas.values() if replica.serves]
@@ -95,6 +101,8 @@ class Membership:
         """Whether a replica that does not serve now is about to: it starts, or is started again."""
         if self._looked_at <= self._last_end:
             return True  # somebody may have announced itself since the registry was read last
+        if not self._expected and time.monotonic() - self._last_end < self._config.startup_timeout_s:
+            return True
         return any(self._may_come(id_) for id_ in {*self._expected, *self._records, *self.replicas})
 
     def _may_come(self, id_: str) -> bool:
@@ -115,7 +123,12 @@ class Membership:
 
     def status(self) -> str:
         """What each replica does, in one phrase each."""
-        return "; ".join(self._status(id_) for id_ in dict.fromkeys((*self._expected, *self.replicas, *self._absent)))
+        known = dict.fromkeys((*self._expected, *self.replicas, *self._absent))
+        return "; ".join(map(self._status, known)) or self._invitation()
+
+    def _invitation(self) -> str:
+        """How a run without replicas of its own gets some."""
+        return f"none has announced itself; start one with pa serve --run-url {self._store_url} --replica-id NAME"
 
     def _status(self, id_: str) -> str:
         replica = self.replicas.get(id_)
@@ -141,7 +154,7 @@ class Membership:
     # -- start
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        """Wait until all expected replicas serve, or until the deadline if any serves then.
+        """Wait until all expected replicas serve, or any where none is expected, or the deadline if any serves then.
 
         Raises:
             EngineError: one is given up (exit code and the end of its log are named), or none is there after
@@ -156,17 +169,17 @@ class Membership:
                 if (cause := self._given_up(id_)) is not None:
                     raise EngineError(f"replica {id_} died at start {cause}")
             missing = [id_ for id_ in self._expected if id_ not in self.replicas or not self.replicas[id_].serves]
-            if not missing:
+            if not missing and (self._expected or self.serving()):
                 return
             now = time.monotonic()
             if now - started >= limit:
                 break
             if now - report_at >= START_REPORT_S:
                 report_at = now
-                statuses = "; ".join(map(self._status, missing))
+                statuses = "; ".join(map(self._status, missing)) or self.status()
                 logger.info("waiting for replicas, %.0f of at most %.0f s: %s", now - started, limit, statuses)
             await asyncio.sleep(START_POLL_S)
-        names = self._statuses(missing)
+        names = self._statuses(missing) or self.status()
         if not self.serving():
             raise EngineError(f"no replica serves after engine.startup_timeout_s={limit:g} s: {names}")
         logger.warning("going on without some replicas after engine.startup_timeout_s=%g s: %s", limit, names)

@@ -21,6 +21,7 @@ from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, VersionM
 from pa_core.rollout.replica import Replica
 from pa_core.rollout.supervisor import Supervisor
 from pa_core.store.objects import ObjectStore
+from pa_core.store.registry import ReplicaRecord
 from pa_core.store.weights import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,12 @@ class ReplicaPool:
         config: concurrency, hedging, static servers and deadlines.
         processes: the replica processes, where this program started them.
         make_client: how to talk to a replica.
+        weights: the folder of the run whose versions are loaded; default: ``store``.
 
     Attributes:
         hedged: groups sent to a second replica because the first was slow.
         hedges_won: those of them that the second replica answered first.
+        retries: attempts that failed, after which the group was dispatched again.
         on_late_load: told when a replica that joined has loaded the current version, outside of any :meth:`load`.
         on_failure: told when looking after the replicas fails; nothing works from then on.
     """
@@ -62,13 +65,15 @@ class ReplicaPool:
         config: EngineConfig,
         processes: Supervisor | None = None,
         make_client: Connect = connect,
+        weights: ObjectStore | None = None,
     ) -> None:
         self._config = config
         self._members = Membership(
             store, replica_ids, api_key, config, processes, self._has_joined, self._has_ended, make_client
         )
         self._queue = Dispatcher(self._members.serving, config.max_in_flight, self._hopeless)
-        self._gate = Gate(WeightStore(store), config.request_timeout_s, self._members.look_at, self._queue.progress)
+        versions = WeightStore(weights or store)
+        self._gate = Gate(versions, config.request_timeout_s, self._members.look_at, self._queue.progress)
         self._hedger = Hedger(config.hedge_after)
         self._flights: set[Flight] = set()
         self._target: int | None = None
@@ -79,6 +84,7 @@ class ReplicaPool:
         self._attempts: set[asyncio.Task[GenerateResponse | None]] = set()
         self.hedged = 0
         self.hedges_won = 0
+        self.retries = 0
         self.on_late_load: Callable[[LoadAck], None] = lambda ack: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
 
@@ -91,6 +97,16 @@ class ReplicaPool:
     def in_flight(self) -> dict[str, int]:
         """Groups dispatched to each serving replica and not yet answered."""
         return {replica.id: replica.in_flight for replica in self._all() if replica.serves}
+
+    @property
+    def expected(self) -> list[str]:
+        """Replicas that the run counts on from its start."""
+        return self._members.expected
+
+    @property
+    def records(self) -> dict[str, ReplicaRecord]:
+        """What each serving replica last said about itself."""
+        return {replica.id: replica.record for replica in self._all() if replica.serves}
 
     @property
     def queued(self) -> int:
@@ -231,6 +247,7 @@ class ReplicaPool:
             flight.failures[replica] = error
             logger.warning("group %s is dispatched again: %s", request.group_id, error)
             await self._members.look_at(replica)  # it may have failed because it is leaving
+        self.retries += 1
         return None
 
     def _shut(self, replica: Replica, version: int, why: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pa_core.config import EngineConfig, TrainConfig
-from pa_core.errors import EngineError, UserError
+from pa_core.errors import ConfigError, EngineError, UserError
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.rollout.supervisor import Supervisor
 from pa_core.rollout.vllm_command import check_environment
@@ -177,6 +177,15 @@ def trainer_threads(config: TrainConfig) -> int:
     return config.trainer.threads or fair_threads(config.engine.replicas + here - 1)
 
 
+def require_shared_key(config: EngineConfig) -> None:
+    """Raise :class:`ConfigError` when a run without replicas of its own has no key that others could join it with."""
+    if not config.replicas and not config.urls and not os.environ.get(API_KEY_VARIABLE):
+        raise ConfigError(
+            f"engine.replicas=0 leaves generation to replicas that others start, and {API_KEY_VARIABLE}, the key that "
+            "they and the trainer share, is not set; set it to one of your own for both, or raise engine.replicas"
+        )
+
+
 class ReplicaSet:
     """The replica processes of a run on this machine: started, looked after, and stopped together.
 
@@ -185,16 +194,26 @@ class ReplicaSet:
         config: which engine, how many replicas, with how many threads, and how often one is started again.
         log_dir: local folder for ``<replica id>.log``.
         command: program that serves; ``--run-url URL --replica-id ID`` are appended. Default: that of ``config.kind``.
+        ids: their names; default: ``r0`` upwards, ``config.replicas`` of them.
 
     The key of the run is made here, unless the environment has one that other replicas are to share, and reaches the
     replicas by environment only.
 
     Attributes:
+        ids: their names.
         registry: where the replicas announce themselves.
         processes: the current process of each replica; see :class:`Supervisor`.
     """
 
-    def __init__(self, run_url: str, config: EngineConfig, log_dir: Path, command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        run_url: str,
+        config: EngineConfig,
+        log_dir: Path,
+        command: Sequence[str] | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> None:
+        self.ids = [f"r{index}" for index in range(config.replicas)] if ids is None else list(ids)
         self.api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
         self._run_url = run_url
         self.config = config
@@ -203,20 +222,17 @@ class ReplicaSet:
         self.registry = ReplicaRegistry(ObjectStore.open(run_url))
         self.processes = Supervisor(self._spawn, config, self.registry)
 
-    @property
-    def ids(self) -> list[str]:
-        """Replica ids, ``r0`` upwards."""
-        return [f"r{index}" for index in range(self.config.replicas)]
-
     def start(self) -> Supervisor:
         """Start every replica; returns at once.
 
         Raises:
-            ConfigError: vLLM's environment is not there.
+            ConfigError: vLLM's environment is not there, or nobody can join the run.
             EngineError: one cannot be started at all.
             StoreError: what an earlier life of the run left in the registry cannot be removed.
         """
-        if self.config.kind == "vllm" and self.ids:
+        if not self.ids:
+            require_shared_key(self.config)
+        elif self.config.kind == "vllm":
             check_environment(self.config.vllm)
         try:
             for replica_id in self.ids:

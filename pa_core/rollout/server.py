@@ -1,7 +1,8 @@
-"""The HTTP server of one replica: ``GET /health``, ``POST /generate``, ``POST /load``.
+"""The HTTP server of one replica: ``GET /health``, ``GET /metrics``, ``POST /generate``, ``POST /load``.
 
-It binds to loopback, answers only callers with the run's key, announces itself in the store with a heartbeat, and
-withdraws when it ends. The engine computes in threads of its own, so the event loop stays responsive.
+It binds to loopback or to ``PA_REPLICA_HOST``, answers only callers with the run's key, announces itself in the store
+with a heartbeat, and withdraws when it ends. The engine computes in threads of its own, so the event loop stays
+responsive.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from aiohttp import web
 from pa_core.config import TrainConfig
 from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError, EngineError, UserError
+from pa_core.rollout.address import replica_host
 from pa_core.rollout.process import watch_parent
 from pa_core.rollout.protocol import Engine, GenerateRequest, GenerateResponse, VersionMismatch, required_key
+from pa_core.rollout.server_metrics import ReplicaMetrics
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import READY, Presence, ReplicaRecord, ReplicaRegistry
 
@@ -36,6 +39,10 @@ HEARTBEAT_S = 2.0
 """Seconds between two announcements in the store."""
 
 MAX_BODY_BYTES = 64 * 2**20
+
+WEIGHTS_URL = "weights_url"
+"""Key of run.json with the URL of the run whose versions are served, where they are not in the same folder."""
+METRICS_PATH = "/metrics"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,6 +70,7 @@ class ReplicaServer:
         self._url = ""
         self._runner: web.AppRunner | None = None
         self._incarnation = secrets.token_hex(8)
+        self._metrics = ReplicaMetrics(self._version, lambda: self._in_flight)
 
     def attach(self, engine: Engine) -> None:
         """Start to serve with a loaded model."""
@@ -72,18 +80,19 @@ class ReplicaServer:
         """The routes, behind the key."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/health", self._health)
+        app.router.add_get(METRICS_PATH, self._scrape)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/load", self._load)
         return app
 
     async def start(self) -> str:
-        """Listen on a free loopback port; returns the URL."""
+        """Listen on a free port; returns the URL. Raises :class:`ConfigError` for a wrong ``PA_REPLICA_HOST``."""
         # handler_cancellation: a caller that went away frees its rows of the batch.
         self._runner = web.AppRunner(
             self.application(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, replica_host(), 0).start()
         host, port = self._runner.addresses[0][:2]
         self._url = f"http://{host}:{port}"
         return self._url
@@ -128,9 +137,10 @@ class ReplicaServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key; turn errors into JSON."""
+        """Check the key, which metrics do without as vLLM's do; turn errors into JSON."""
         presented = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(presented, f"Bearer {self._api_key}".encode()):
+        known = hmac.compare_digest(presented, f"Bearer {self._api_key}".encode())
+        if not known and request.path != METRICS_PATH:
             return _problem(401, "missing or wrong API key")
         try:
             return await handler(request)
@@ -143,6 +153,9 @@ class ReplicaServer:
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.path)
             return _problem(500, f"{type(error).__name__}: {error}")
+
+    def _version(self) -> int | None:
+        return None if self._engine is None else self._engine.version
 
     def _ready(self) -> Engine:
         if self._engine is None:
@@ -164,10 +177,13 @@ class ReplicaServer:
             {
                 "id": self._id,
                 "state": "starting" if engine is None else "ready",
-                "version": None if engine is None else engine.version,
+                "version": self._version(),
                 "in_flight": self._in_flight,
             }
         )
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
 
     async def _generate(self, request: web.Request) -> web.Response:
         engine = self._ready()
@@ -175,12 +191,14 @@ class ReplicaServer:
             wanted = GenerateRequest.from_json(await self._body(request))
         except EngineError as error:
             return _problem(400, str(error))
-        future: Future[GenerateResponse] = engine.submit(wanted)
-        self._in_flight += 1
-        try:
-            answer = await asyncio.wrap_future(future)
-        finally:
-            self._in_flight -= 1
+        with self._metrics.request() as answered:
+            future: Future[GenerateResponse] = engine.submit(wanted)
+            self._in_flight += 1
+            try:
+                answer = await asyncio.wrap_future(future)
+            finally:
+                self._in_flight -= 1
+            answered(answer)
         return web.json_response(answer.to_json())
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -204,6 +222,11 @@ def read_run_config(store: ObjectStore) -> TrainConfig:
     return parse_config(tree)
 
 
+def weights_store(store: ObjectStore) -> ObjectStore:
+    """Where the policy versions are that a replica of this folder loads: here, or where run.json says."""
+    return ObjectStore.open(json.loads(store.read("run.json")).get(WEIGHTS_URL) or store.url)
+
+
 def build_engine(store: ObjectStore, config: TrainConfig, replica_id: str) -> Engine:
     """The engine that ``config.engine`` names, with its model loaded. Raises ModelError, StoreError."""
     from transformers.utils.logging import disable_progress_bar
@@ -216,7 +239,7 @@ def build_engine(store: ObjectStore, config: TrainConfig, replica_id: str) -> En
     # A log file is no terminal.
     disable_progress_bar()
     loaded = load_policy(config.model)
-    reader = PolicyReader(WeightStore(store))
+    reader = PolicyReader(WeightStore(weights_store(store)))
     targets = loaded.model.state_dict()
 
     def load_weights(version: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pa_core.config import TrainConfig, VllmConfig
 from pa_core.errors import ConfigError
+from pa_core.rollout.address import LOOPBACK
 
 PYTHON_VARIABLE = "PA_VLLM_PYTHON"
 DEFAULT_PYTHON = ".venv-vllm/bin/python"
@@ -78,15 +79,15 @@ class Place:
     on_cpu: bool
 
 
-def command(config: TrainConfig, python: Path, place: Place, port: int) -> list[str]:
-    """The server's command line, listening on a loopback port. It has no secret in it."""
+def command(config: TrainConfig, python: Path, place: Place, port: int, host: str = LOOPBACK) -> list[str]:
+    """The server's command line. It has no secret in it."""
     settings = config.engine.vllm
     dtype = config.model.dtype if settings.dtype == "model" else settings.dtype
     arguments: dict[str, str | int | float] = {
         "--model": place.model,
         "--served-model-name": SERVED_NAME,
         "--dtype": dtype,
-        "--host": "127.0.0.1",
+        "--host": host,
         "--port": port,
         # Nothing may be generated before the first version of the store is loaded, so none is read from the model.
         "--load-format": "dummy",

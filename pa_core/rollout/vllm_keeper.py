@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from pa_core.config import ModelConfig, TrainConfig
 from pa_core.errors import EngineError, UserError
+from pa_core.rollout.address import free_port, replica_host
 from pa_core.rollout.client import PROBE_TIMEOUT_S
 from pa_core.rollout.connect import open_session
 from pa_core.rollout.process import ChildProcess, fair_threads, spawn, watch_parent
@@ -49,12 +49,12 @@ def find_place(config: ModelConfig) -> Place:
     return Place(source, context_of(source, config), not torch.accelerator.is_available())
 
 
-def start_server(config: TrainConfig, place: Place, port: int, log_path: Path) -> ChildProcess:
+def start_server(config: TrainConfig, place: Place, host: str, port: int, log_path: Path) -> ChildProcess:
     """Start vLLM under a guard, so that it never outlives this process. Raises ConfigError, EngineError."""
     index = int(os.environ.get(INDEX_VARIABLE, "0"))
     threads = config.engine.threads or fair_threads(config.engine.replicas)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    line = command(config, vllm_python(config.engine.vllm), place, port)
+    line = command(config, vllm_python(config.engine.vllm), place, port, host)
     logger.info("starting vLLM (log: %s): %s", log_path, " ".join(line))
     # vLLM knows nothing of the guard, so a process of this package holds it.
     return spawn(
@@ -62,13 +62,6 @@ def start_server(config: TrainConfig, place: Place, port: int, log_path: Path) -
         log_path,
         environment(config, index, threads, cores),
     )
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Keeper:
@@ -149,9 +142,10 @@ async def _keep(store: ObjectStore, config: TrainConfig, replica_id: str, api_ke
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as aside:
         place = await asyncio.get_running_loop().run_in_executor(aside, find_place, config.model)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    server = start_server(config, place, port, log_folder / f"{replica_id}.vllm.log")
+    host = replica_host()
+    port = free_port(host)
+    url = f"http://{host}:{port}"
+    server = start_server(config, place, host, port, log_folder / f"{replica_id}.vllm.log")
     try:
         async with open_session() as session:
             client = VllmReplicaClient(session, replica_id, url, api_key, store.url)

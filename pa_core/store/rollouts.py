@@ -67,6 +67,17 @@ class RolloutBuffer:
         with self._changed:
             return sum(self._duplicates.values())
 
+    @property
+    def waiting(self) -> int:
+        """Groups that are available and were not taken yet."""
+        with self._changed:
+            return len(self._available)
+
+    def undelivered(self, version: int) -> int:
+        """Group ids that belong to iteration ``version``, still open, and that nobody has taken yet."""
+        with self._changed:
+            return len(self._expected.get(version, set()) - self._delivered.get(version, set()))
+
     def duplicates_of(self, version: int) -> int:
         """:attr:`duplicates` of one version."""
         with self._changed:

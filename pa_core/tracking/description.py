@@ -12,6 +12,7 @@ from typing import Any
 import pa_core
 from pa_core.config import DataConfig, TrainConfig
 from pa_core.tracking.metrics import glossary
+from pa_core.tracking.origin import origin_tags
 
 PARAM_LIMIT = 500
 
@@ -86,7 +87,7 @@ def run_tags(
     if commit:
         tags["mlflow.source.git.commit"] = commit.removesuffix("-dirty")
     tags |= {f"fingerprint.{name}": value for name, value in fingerprints.items()}
-    return tags | {f"version.{name}": value for name, value in versions.items()}
+    return tags | {f"version.{name}": value for name, value in versions.items()} | origin_tags()
 
 
 def _user() -> str:
@@ -129,7 +130,8 @@ Reinforcement learning of `{model}` on `{data}` (GRPO, **{schedule}** schedule: 
 
 ### How to read this run
 1. **Does it learn?** `reward/mean` should rise, and so should `eval/accuracy` (problems it never trains on). \
-If only the first rises, the reward is being gamed or memorised: read the sample rollouts below *Artifacts → tables*.
+If only the first rises, the reward is being gamed or memorised: read the sample rollouts below *Artifacts → tables*, \
+or below *Traces* what single groups were asked, answered, earned and taught.
 2. **Is it healthy?** `train/entropy` far from 0, `reward/zero_variance_groups` well below {prompts}, \
 `train/grad_norm` without spikes, `train/logprob_mismatch_mean` near 0, `reward/unscored_share` near 0.
 3. **Is it fast?** `perf/idle_generate` and `perf/idle_train` say which side waits; \
@@ -137,10 +139,13 @@ If only the first rises, the reward is being gamed or memorised: read the sample
 synchronous schedule that these times allow, reached at overlap 1. See *Artifacts → timeline*: the picture, and a \
 trace to open at [ui.perfetto.dev](https://ui.perfetto.dev).
 4. **Can it be repeated?** `config.yaml` with the same seed, code and data (tags `code_version`, `fingerprint.*`).
+5. **Which version is best?** The experiment's *Models* (GenAI view: *Agent versions*) compare those that checkpoints \
+kept, and the last one, by the reward and accuracy of their own step; the param `weights` says where they are, the tag \
+`stored` whether they still are.
 
 ### Words
 - **iteration**: {prompts} groups generated with one policy version, then one update; the x-axis (*step*) of all \
-charts but `system/`.
+charts but `system/`; the value at step *t* is about version *t* and what was done with it.
 - **group**: one prompt with its {samples} responses; a response earns its advantage relative to its group.
 - **policy version**: the weights after so many iterations; iteration *t* generates and trains with version *t*.
 - **replica**: a process that generates responses. **publish / load**: making new weights visible, taking them over.

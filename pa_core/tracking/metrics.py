@@ -22,9 +22,15 @@ METRICS: dict[str, str] = {
     "reward/zero_variance_groups": "groups whose scored samples all earned the same: they carry no gradient",
     "reward/unscored_share": "share of samples without a score (the reward raised, hung, or gave None or NaN)",
     "eval/accuracy": "mean of the evaluation metric over held-out problems, before the first and after the last "
-    "iteration",
+    "iteration and every evaluation.every iterations between; the step is the policy version",
     "eval/ci95": "half the width of the 95 % interval of eval/accuracy",
     "eval/problems": "number of held-out problems",
+    "eval/pass_at_1": "probability that one response is right (the metric reaches 1)",
+    "eval/avg_at_k": "the same as eval/accuracy, by its name for k = evaluation.samples responses to each problem",
+    "eval/maj_at_k": "share of problems whose most frequent answer among k responses is right; ties count in part",
+    "eval/response_length": "mean length of the responses evaluated (tokens)",
+    "eval/truncated_share": "share of them cut at sampling.max_tokens",
+    "eval/unscored_share": "share of them without a score, which enter no other figure",
     "train/loss": "objective that was minimised; its level means little, since the advantages of a group cancel",
     "train/kl": "estimate (objective.kl.estimator) of the KL divergence from the reference model, mean over tokens "
     "(nats)",
@@ -43,13 +49,12 @@ METRICS: dict[str, str] = {
     "rollout/truncated_share": "share of responses cut at sampling.max_tokens",
     "rollout/duplicate_share": "share of a group's responses that repeat another one of it exactly",
     "rollout/draws": "prompts drawn for the iteration: with dynamic sampling one more for each uninformative group",
-    "rollout/informative_groups": "groups with an advantage other than 0",
     "rollout/uninformative_share": "share of the groups drawn whose advantages are all 0",
     "rollout/unfilled_groups": "groups that the iteration went without, because sampling.dynamic.max_draws was reached",
     "policy/version": "policy version after the iteration: the number of iterations trained",
     "policy/staleness_max": "largest (trainer version - version that sampled a token); 0 is on-policy",
     "perf/wall": "wall-clock time of the iteration",
-    "perf/elapsed": "seconds since the run began or was resumed",
+    "perf/elapsed": "seconds that the run has been running, time between a stop and its resume left out",
     "perf/t_generate": "time in which a replica generated, mean over replicas",
     "perf/t_train": "time in which the trainer computed gradients or stepped",
     "perf/t_sync": "time to publish the new weights and load them on the first replica",
@@ -66,6 +71,10 @@ METRICS: dict[str, str] = {
 
 FAMILIES: dict[str, tuple[re.Pattern[str], str]] = {
     "reward/NAME": (re.compile(r"reward/[^/]+"), "mean of one reward component, before its weight"),
+    "eval/SET/…": (
+        re.compile(r"eval/[^/]+/(accuracy|ci95|problems|(pass|avg|maj)_at_[1k]|\w+_share|response_length)"),
+        "the same figures on another set of problems, by `pa eval`",
+    ),
     "system/…": (re.compile(r"system/.+"), "processor, memory, disk, network and GPU use"),
 }
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote
+
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from pa_core.config import DataConfig, TrainConfig
 from pa_core.errors import ConfigError
+from pa_core.records import Group
+from pa_core.tracking.connection import absolute_uri, experiment_id, is_passing, prepare_environment
 from pa_core.tracking.description import data_source, flatten, run_tags
 from pa_core.tracking.metrics import metric_key
+from pa_core.tracking.models import LoggedModels
 from pa_core.tracking.outbox import Outbox
+from pa_core.tracking.timeline import Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,50 +33,12 @@ log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# A server that is away must not hold a call for the minutes of MLflow's defaults (7 retries, 120 s each); and the last
-# line of stdout belongs to the command's own result.
-ENVIRONMENT_DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}
 FINISH_TIMEOUT_S: dict[str, float] = {"FINISHED": 120.0, "FAILED": 15.0, "KILLED": 8.0}
 DIGEST_LENGTH = 16  # MLflow takes 36 characters; 16 are told apart at a glance
-EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",
-    "mlflow.note.content": "One research question. Every run is one training: compare their `reward/mean` and "
-    "`eval/accuracy`; each run's description says how to read it.",
-}
 TABLES_TAG = "mlflow.loggedArtifacts"
 TABLES_IN_TAG = 60
 # Migrations of a new database, and every retry of an outage that is told once anyway.
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "urllib3.connectionpool")
-_PASSING_HTTP = (408, 429)
-
-
-def prepare_environment() -> None:
-    """Have MLflow give up on a server that is away within seconds, unless the environment says otherwise."""
-    for name, value in ENVIRONMENT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-
-
-def absolute_uri(uri: str) -> str:
-    """``uri`` with a relative SQLite path made absolute, so that the run can be found from any folder."""
-    prefix = "sqlite:///"
-    path = uri.removeprefix(prefix)
-    if not uri.startswith(prefix) or path.startswith("/") or not path or path == ":memory:":
-        return uri
-    return prefix + str(Path(path).resolve())
-
-
-def artifact_location(uri: str, experiment: str) -> str | None:
-    """Where an experiment's artifacts go: beside a SQLite file, by absolute path; None leaves it to the server."""
-    prefix = "sqlite:////"
-    if not uri.startswith(prefix):
-        return None
-    folder = re.sub(r"[^\w.-]+", "_", experiment)
-    return (Path("/" + unquote(uri.removeprefix(prefix)).partition("?")[0]).parent / "mlartifacts" / folder).as_uri()
 
 
 class TrackedRun:
@@ -89,12 +54,13 @@ class TrackedRun:
         uri: the tracking URI, absolute.
     """
 
-    def __init__(self, client: MlflowClient, uri: str, run_id: str, experiment_id: str) -> None:
+    def __init__(self, client: MlflowClient, uri: str, run_id: str, experiment_id: str, run_name: str) -> None:
         self.run_id = run_id
         self.experiment_id = experiment_id
         self.uri = uri
         self._client = client
-        self._outbox = Outbox(_is_passing, self._restart_system_metrics)
+        self._outbox = Outbox(is_passing, self._restart_system_metrics)
+        self._models = LoggedModels(client, self._outbox, run_id, experiment_id, run_name)
         self._tables: list[dict[str, str]] = []
         self._system_metrics: Any = None
         self._finished = False
@@ -136,14 +102,14 @@ class TrackedRun:
         try:
             client = MlflowClient(tracking_uri=uri)
             if resume_run_id is None:
-                experiment_id = _experiment(client, uri, config.tracking.experiment)
-                run = client.create_run(experiment_id, tags=tags, run_name=name)
+                experiment = experiment_id(client, uri, config.tracking.experiment)
+                run = client.create_run(experiment, tags=tags, run_name=name)
             else:
                 run = client.get_run(resume_run_id)
                 client.update_run(resume_run_id, status="RUNNING")
         except (MlflowException, OSError) as error:
             raise _unreachable(config, resume_run_id, error) from error
-        tracked = cls(client, uri, run.info.run_id, run.info.experiment_id)
+        tracked = cls(client, uri, run.info.run_id, run.info.experiment_id, run.info.run_name)
         tracked._describe(config, fingerprints, tags, run.data if resume_run_id else None)
         tracked._start_system_metrics()
         return tracked
@@ -164,7 +130,8 @@ class TrackedRun:
         """Write an iteration's metrics in one batch; returns at once.
 
         Args:
-            step: the iteration, the x-axis of every chart.
+            step: the iteration, the x-axis of every chart: also the policy version that generated. What tells how
+                good that version is becomes a metric of its model too.
             metrics: values by name; characters that MLflow refuses become ``_``.
         """
         from mlflow.entities import Metric
@@ -175,6 +142,33 @@ class TrackedRun:
             f"metrics of step {step}",
             lambda: self._client.log_batch(self.run_id, metrics=batch, synchronous=True),
         )
+        self._models.note(step, batch)
+
+    def log_trace(self, group: Group, advantages: Sequence[float], spans: Sequence[Span]) -> None:
+        """Write what became of a trained group as a trace of the run; see :func:`~.group_trace.group_trace`."""
+        from pa_core.tracking.group_trace import deliver, group_trace
+
+        def write() -> None:
+            trace = group_trace(group, advantages, spans, self.run_id, self.experiment_id)
+            deliver(self.uri, trace, self._models.id_of(group.version))
+
+        self._outbox.put(f"trace of group {group.id}", write)
+
+    def add_model(self, version: int, params: Mapping[str, str]) -> None:
+        """List a stored policy version among MLflow's models, once.
+
+        Args:
+            params: what to know of it, where its weights are for one; the version itself is added.
+        """
+        self._models.add(version, params)
+
+    def unlisted(self, versions: Iterable[int]) -> list[int]:
+        """Those of ``versions`` that :meth:`add_model` was not called for."""
+        return [version for version in versions if version not in self._models]
+
+    def keep_models(self, versions: Iterable[int]) -> None:
+        """Have the models of other versions say that their weights are not stored any more."""
+        self._models.keep(versions)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str, step: int) -> None:
         """Write rows as ``tables/NAME/step_000010.json``, shown as a table among the artifacts.
@@ -190,48 +184,51 @@ class TrackedRun:
             self._tables.append(entry)
         # The tag makes the artifact page draw a table; a tag holds 8,000 characters, so only the latest are listed.
         listed = json.dumps(self._tables[-TABLES_IN_TAG:])
-        self._outbox.put(f"list of tables at step {step}", lambda: self.set_tag_now(TABLES_TAG, listed))
+        self._outbox.put("list of tables", lambda: self.set_tag_now(TABLES_TAG, listed), replaces=True)
 
     def log_text(self, text: str, path: str) -> None:
         """Write a text artifact, replacing what was there."""
-        self._outbox.put(path, lambda: self._client.log_text(self.run_id, text, path))
+        self._outbox.put(path, lambda: self._client.log_text(self.run_id, text, path), replaces=True)
 
     def log_dict(self, value: Mapping[str, Any], path: str) -> None:
         """Write a JSON or YAML artifact, by the ending of ``path``, replacing what was there."""
         copy = json.loads(json.dumps(value))
-        self._outbox.put(path, lambda: self._client.log_dict(self.run_id, copy, path))
+        self._outbox.put(path, lambda: self._client.log_dict(self.run_id, copy, path), replaces=True)
 
     def log_figure(self, figure: Figure, path: str) -> None:
         """Write a matplotlib figure, by the ending of ``path``; the figure must not be changed afterwards."""
-        self._outbox.put(path, lambda: self._client.log_figure(self.run_id, figure, path))
+        self._outbox.put(path, lambda: self._client.log_figure(self.run_id, figure, path), replaces=True)
 
     def set_tag(self, name: str, value: str) -> None:
         """Set a tag of the run."""
-        self._outbox.put(f"tag {name}", lambda: self.set_tag_now(name, value))
+        self._outbox.put(f"tag {name}", lambda: self.set_tag_now(name, value), replaces=True)
 
     def set_tag_now(self, name: str, value: str) -> None:
         """Set a tag in the calling thread. Raises what MLflow raises."""
         self._client.set_tag(self.run_id, name, value, synchronous=True)
 
-    def log_model_dir(self, folder: str | Path, *, version: int | None = None) -> bool:
-        """Copy a model folder to the artifacts under ``model/`` and list it among the experiment's models.
-
-        The folder may be removed once this returns: it blocks while files are copied. The listed model has no copy of
-        the weights; its ``uri`` tag leads to the run's artifacts.
+    def log_model_dir(self, folder: str | Path, *, version: int) -> bool:
+        """Copy a model folder to the artifacts under ``model/``; it blocks, so that the folder may go afterwards.
 
         Args:
             folder: as written by ``save_pretrained``; ``model/`` loads with ``from_pretrained``.
-            version: the policy version, noted with the model.
+            version: the policy version, whose model, if it is listed, says where this copy is.
 
         Returns:
-            Whether it arrived; when not, a warning says why.
+            Whether it arrived; when not, also after two minutes of an outage, a warning says why.
         """
+        attempts = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, Exception) and is_passing(error)),
+            stop=stop_after_delay(FINISH_TIMEOUT_S["FINISHED"]),
+            wait=wait_exponential(max=10),
+            reraise=True,
+        )
         try:
-            self._client.log_artifacts(self.run_id, str(folder), "model")
-            self._list_model(version)
+            attempts(self._client.log_artifacts, self.run_id, str(folder), "model")
         except Exception as error:  # as with every delivery: a finished training must not fail on its tracking
             log.warning("tracking: the model in %s was not delivered to MLflow: %s", folder, error)
             return False
+        self._models.tag(version, {"model_folder": f"runs:/{self.run_id}/model"})
         return True
 
     def finish(self, status: Status, timeout_s: float | None = None) -> int:
@@ -239,7 +236,7 @@ class TrackedRun:
 
         Args:
             status: FINISHED, FAILED, or KILLED for a run that was stopped from outside.
-            timeout_s: seconds to wait; default long for FINISHED, short for the others.
+            timeout_s: seconds to wait; default long for FINISHED, which also sits out an outage, short for the others.
 
         Returns:
             How many deliveries never arrived; a warning names them.
@@ -251,7 +248,8 @@ class TrackedRun:
         # Looked up when it is delivered: the outbox's thread is also the one that restarts the monitor.
         self._outbox.put("system metrics", lambda: self._system_metrics.finish())
         self._outbox.put(f"status {status}", lambda: self._client.set_terminated(self.run_id, status))
-        lost = self._outbox.close(FINISH_TIMEOUT_S[status] if timeout_s is None else timeout_s)
+        patience = FINISH_TIMEOUT_S[status] if timeout_s is None else timeout_s
+        lost = self._outbox.close(patience, patient=status == "FINISHED")
         if lost:
             shown = ", ".join(lost[:5]) + (", …" if len(lost) > 5 else "")
             log.warning("tracking: %d deliveries never reached MLflow at %s: %s", len(lost), self.uri, shown)
@@ -299,22 +297,6 @@ class TrackedRun:
             inputs.append(as_input(config.evaluation.data or config.data, fingerprints["evaluation"], "evaluation"))
         self._client.log_inputs(self.run_id, datasets=inputs)
 
-    def _list_model(self, version: int | None) -> None:
-        """A LoggedModel that points at the run's artifacts, so that the Models page shows and compares it."""
-        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
-
-        run = self._client.get_run(self.run_id)
-        model = self._client.create_logged_model(
-            self.experiment_id,
-            name=re.sub(r"[/:.%\"']+", "-", run.info.run_name or "model"),
-            source_run_id=self.run_id,
-            model_type="transformers",
-            tags={"uri": f"{run.info.artifact_uri}/model", "schedule": run.data.tags.get("schedule", "")},
-            params={"base_model": run.data.tags.get("model", ""), "policy_version": str(version)},
-        )
-        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version or 0)])
-        self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-
     def _start_system_metrics(self) -> None:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -329,28 +311,6 @@ class TrackedRun:
         self._start_system_metrics()
 
 
-def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """Id of the experiment, created when it is new; another process may create it at the same moment."""
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            created: str = client.create_experiment(name, artifact_location(uri, name), EXPERIMENT_TAGS)
-            return created
-        except MlflowException as error:
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise error
-    if found.lifecycle_stage == "deleted":
-        raise ConfigError(
-            f"tracking.experiment={name!r} was deleted; restore it with "
-            f"`mlflow experiments restore --experiment-id {found.experiment_id}` or choose another name"
-        )
-    experiment_id: str = found.experiment_id
-    return experiment_id
-
-
 def _unreachable(config: TrainConfig, resume_run_id: str | None, error: Exception) -> ConfigError:
     """What to tell the person when a run cannot begin."""
     cause = str(error).strip().splitlines()[0][:300]
@@ -359,16 +319,6 @@ def _unreachable(config: TrainConfig, resume_run_id: str | None, error: Exceptio
         f"tracking.uri={config.tracking.uri!r}{what} cannot be used: {cause}. Start the MLflow server, or set "
         "tracking.uri=sqlite:///mlflow.db for a local database"
     )
-
-
-def _is_passing(error: Exception) -> bool:
-    """Whether trying again can help: the network, the server's own errors, a locked database, a full disk."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        status = error.get_http_status_code()
-        return status >= 500 or status in _PASSING_HTTP
-    return isinstance(error, OSError)
 
 
 def _json_value(value: Any) -> Any:

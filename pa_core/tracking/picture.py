@@ -58,19 +58,36 @@ def timeline_picture(spans: Sequence[Span], iterations: Sequence[Window], *, las
     shown = list(iterations)[-last:]
     if not shown:
         raise ValueError("timeline_picture: no iteration to show")
+    visible = visible_spans(spans, shown)
+    figure = Figure(figsize=(14, timeline_height(visible)), dpi=130, facecolor="white", layout="constrained")
+    heading = draw_timeline(figure.add_subplot(), visible, shown, title=title)
+    figure.suptitle(heading, x=0.012, ha="left", fontsize=12.5, color=INK, fontweight="bold")
+    draw_legend(figure, {span.name for span in visible})
+    return figure
+
+
+def visible_spans(spans: Sequence[Span], shown: Sequence[Window]) -> list[Span]:
+    """The spans that touch the shown iterations."""
     begin, end = shown[0][1], shown[-1][2]
-    visible = [span for span in spans if span.end > begin and span.start < end]
+    return [span for span in spans if span.end > begin and span.start < end]
+
+
+def timeline_height(visible: Sequence[Span]) -> float:
+    """Inches that the lanes of these spans take, with heading and legend."""
+    return 2.1 + 0.85 * max(2, len(lanes_of(visible)))
+
+
+def draw_timeline(
+    axes: Axes, visible: Sequence[Span], shown: Sequence[Window], *, seconds: float | None = None, title: str = ""
+) -> str:
+    """Draw the shown iterations from 0 to ``seconds`` (default: their length); returns the heading."""
+    begin, end = shown[0][1], shown[-1][2]
     lanes = lanes_of(visible)
-    figure = Figure(figsize=(14, 2.1 + 0.85 * max(2, len(lanes))), dpi=130, facecolor="white", layout="constrained")
-    axes = figure.add_subplot()
     for place, lane in enumerate(lanes):
         _draw_lane(axes, [span for span in visible if span.lane == lane], lane, place, begin, end)
     _draw_borders(axes, shown, begin)
-    _style(axes, lanes, end - begin)
-    heading = " · ".join(part for part in (title, _headline(visible, shown, lanes)) if part)
-    figure.suptitle(heading, x=0.012, ha="left", fontsize=12.5, color=INK, fontweight="bold")
-    _legend(figure, {span.name for span in visible})
-    return figure
+    _style(axes, lanes, seconds or end - begin)
+    return " · ".join(part for part in (title, _headline(visible, shown, lanes)) if part)
 
 
 def _headline(spans: Sequence[Span], shown: Sequence[Window], lanes: Sequence[str]) -> str:
@@ -172,7 +189,8 @@ def _style(axes: Axes, lanes: Sequence[str], width: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _legend(figure: Figure, names: set[str]) -> None:
+def draw_legend(figure: Figure, names: set[str]) -> None:
+    """What the colours of the named spans mean, below the figure."""
     from matplotlib.patches import Patch
 
     handles = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,9 +56,14 @@ class Span:
 
 
 class Timeline:
-    """Collects spans from any thread."""
+    """Collects spans from any thread.
+
+    Attributes:
+        on_span: told of every span, in the thread that recorded it; must neither raise nor take long.
+    """
 
     def __init__(self) -> None:
+        self.on_span: Callable[[Span], None] = lambda span: None
         self._lock = threading.Lock()
         self._spans: list[Span] = []
 
@@ -73,6 +78,7 @@ class Timeline:
         span = Span(name, lane, start, max(start, end), iteration, attrs)
         with self._lock:
             self._spans.append(span)
+        self.on_span(span)
         return span
 
     @contextmanager

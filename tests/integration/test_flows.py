@@ -61,8 +61,10 @@ class Prefect:
         return MlflowClient(tracking_uri=f"sqlite:///{self.folder}/mlflow.db")
 
     def submit(self, deployment: str, config: dict[str, Any] | None = None) -> httpx.Response:
-        found = self.api.get(f"/deployments/name/train/{deployment}").json()
-        parameters = {} if config is None else {"config": config}
+        return self.start("train", deployment, {} if config is None else {"config": config})
+
+    def start(self, flow: str, deployment: str, parameters: dict[str, Any]) -> httpx.Response:
+        found = self.api.get(f"/deployments/name/{flow}/{deployment}").json()
 
         def answer() -> httpx.Response | None:
             reply = self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
@@ -151,7 +153,9 @@ def write_deployments(folder: Path, config: dict[str, Any]) -> Path:
         }
 
     file = folder / "prefect.yaml"
-    file.write_text(yaml.safe_dump({"deployments": [deployment("tiny"), deployment("endless", *ENDLESS)]}))
+    evaluate = {"name": "evaluate", "entrypoint": "flows.evaluate.evaluate", "work_pool": {"name": "evaluations"}}
+    specs = [deployment("tiny"), deployment("endless", *ENDLESS), evaluate]
+    file.write_text(yaml.safe_dump({"deployments": specs}))
     return file
 
 
@@ -229,6 +233,29 @@ def test_a_served_run_completes_with_summary_curve_and_a_link_to_its_mlflow_run(
         ("trainer", "COMPLETED"),
     }
     assert any("iteration 2/2" in line for line in prefect.logs(run["id"]))
+
+
+def test_an_evaluation_shows_scores_with_intervals_and_samples_and_leads_to_the_runs_own_mlflow_run(
+    prefect: Prefect,
+) -> None:
+    trained = prefect.submit("tiny", yaml.safe_load((prefect.folder / "tiny.yaml").read_text()) | {"run_name": "seen"})
+    assert prefect.ended(trained.json()["id"])["type"] == "COMPLETED"
+    url = str(prefect.folder / "runs/seen")
+    run = prefect.start("evaluate", "evaluate", {"request": {"target": url}}).json()
+    state = prefect.ended(run["id"])
+    assert state["type"] == "COMPLETED", (state, prefect.logs(run["id"]))
+
+    artifacts = prefect.artifacts(run["id"])
+    assert artifacts["evaluation-progress"]["data"] == 100.0
+    assert "| `pass_at_1` |" in artifacts["evaluation"]["data"]
+    assert "version 2" in artifacts["evaluation"]["description"]
+    assert len(json.loads(artifacts["evaluation-samples"]["data"])) == 2
+    assert open_run(url).facts()["mlflow_run_id"] in artifacts["evaluation-mlflow"]["data"]
+
+    refused = prefect.start("evaluate", "evaluate", {"request": {"target": url, "version": 9}}).json()
+    state = prefect.ended(refused["id"])
+    assert (state["type"], state["name"]) == ("FAILED", "Bad input")
+    assert "version 9 is not published (latest: 2)" in state["message"]
 
 
 def test_cancelling_ends_every_process_and_keeps_the_last_version(prefect: Prefect) -> None:

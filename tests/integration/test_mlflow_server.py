@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pa_core.config_files import parse_config
+from pa_core.records import Group, Prompt, Sample
 from pa_core.tracking.mlflow_run import TrackedRun
 
 
@@ -127,6 +129,7 @@ def test_a_run_written_from_another_thread_is_whole_on_the_server_and_the_only_o
         for step in range(3):
             tracked.log_iteration(step, {"reward/mean": step / 2, "perf/wall": 1.5})
         tracked.log_table([{"prompt": "1+1", "response": "2"}], "rollouts", 0)
+        tracked.add_model(3, {})
         tracked.log_model_dir(tmp_path / "model", version=3)
 
     thread = threading.Thread(target=work)
@@ -161,26 +164,46 @@ def test_a_run_in_a_local_database_shows_its_artifacts_on_a_server_started_elsew
     assert server.artifact(tracked.run_id, "notes.txt") == b"hello"
 
 
+def group(number: int) -> Group:
+    tokens = np.arange(2, dtype=np.int32)
+    logprobs, mask = np.zeros(2, np.float32), np.ones(2, np.uint8)
+    sample = Sample(tokens, logprobs, [(number, 2)], mask, "stop", f"answer {number}", 1.0, {"exact": 1.0})
+    prompt = Prompt(f"p{number:08d}", number, f"question {number}", tokens, "1")
+    return Group(prompt, [sample], number, "r0", (1000.0, 1001.0))
+
+
 def test_an_outage_neither_blocks_training_nor_loses_what_was_logged_meanwhile(server: Server) -> None:
+    """Points, tables, traces and models; the run ends while the server is still away."""
+    from mlflow import MlflowClient
+
     tracked = begin(server.url, "outage")
     tracked.log_iteration(0, {"reward/mean": 0.0})
     server.stop()
     start = time.monotonic()
     for step in range(1, 20):
         tracked.log_iteration(step, {"reward/mean": float(step)})
-    assert time.monotonic() - start < 1
-    server.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if values(server.run(tracked.run_id)["data"].get("metrics", [])).get("reward/mean") == 19:
-            break
-        time.sleep(0.5)
+        if step % 5 == 0:
+            tracked.log_table([{"response": f"answer {step}"}], "rollouts", step)
+            tracked.log_trace(group(step), [0.5], [])
+            tracked.add_model(step, {"weights": f"/runs/demo-1/weights/{step}"})
+    assert time.monotonic() - start < 10, "nothing waits for the server"
+    restart = threading.Thread(target=server.start)
+    restart.start()
     assert tracked.finish("FINISHED") == 0
+    restart.join()
 
-    history = json.loads(
-        server.get("api/2.0/mlflow/metrics/get-history", run_id=tracked.run_id, metric_key="reward/mean")
-    )
-    assert sorted(metric["step"] for metric in history["metrics"]) == list(range(20))
+    client = MlflowClient(server.url)
+    history = client.get_metric_history(tracked.run_id, "reward/mean")
+    assert sorted(metric.step for metric in history) == list(range(20))
+    assert client.get_run(tracked.run_id).info.status == "FINISHED"
+    for step in (5, 10, 15):
+        table = json.loads(server.artifact(tracked.run_id, f"tables/rollouts/step_{step:06d}.json"))
+        assert table["data"] == [[f"answer {step}"]]
+    traces = client.search_traces(locations=[tracked.experiment_id], run_id=tracked.run_id)
+    assert {trace.info.response_preview for trace in traces} == {"answer 5", "answer 10", "answer 15"}
+    assert all(len(trace.data.spans) == 5 for trace in traces)
+    models = client.search_logged_models([tracked.experiment_id], f"source_run_id = '{tracked.run_id}'")
+    assert {model.params["policy_version"]: model.metrics[0].value for model in models} == {"5": 5, "10": 10, "15": 15}
 
 
 def test_finishing_without_a_server_is_quick_and_tells_how_much_was_lost(

@@ -153,6 +153,32 @@ def test_mlflow_has_one_finished_run_that_explains_itself(finished: tuple[Path, 
     assert {"prompt", "response", "reward"} <= set(table["columns"])
 
 
+def test_mlflow_shows_a_group_on_its_way_and_the_stored_versions_as_models(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    from mlflow import MlflowClient
+
+    folder, summary = finished
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    run = client.get_run(summary["mlflow_run_id"])
+    where = [run.info.experiment_id]
+    traces = client.search_traces(locations=where, run_id=run.info.run_id)
+    assert sorted(trace.info.tags["policy_version"] for trace in traces) == ["0", "2"]
+    for trace in traces:
+        spans = {span.name: span for span in trace.data.spans}
+        assert all(spans[part].end_time_ns > spans[part].start_time_ns for part in ("generate", "score", "train"))
+        assert spans["score"].end_time_ns <= spans["train"].start_time_ns
+        assert len([name for name in spans if name.startswith("sample ")]) == 3
+    models = {model.params["policy_version"]: model for model in client.search_logged_models(where)}
+    found = {version: {metric.key: metric.step for metric in model.metrics} for version, model in models.items()}
+    assert found["2"] == {"reward/mean": 2}
+    assert found["3"]["eval/accuracy"] == 3
+    for version, model in models.items():
+        assert (Path(model.params["weights"]) / "manifest.json").exists(), version
+        assert model.tags["stored"] == "true"
+    assert models["3"].params["weights_sha256"] == summary["weights_sha256"]
+
+
 def test_the_engines_and_the_trainers_logprobs_agree(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = finished
     run = mlflow_run(folder, summary["mlflow_run_id"])

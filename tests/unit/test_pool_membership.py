@@ -244,3 +244,31 @@ def test_a_server_that_was_restarted_unseen_loads_again_instead_of_staying_out()
             assert place.pool.versions == {"r0": 0}
 
     run(test)
+
+
+def test_a_run_without_replicas_of_its_own_waits_for_the_first_and_for_the_next_when_none_is_left() -> None:
+    async def test() -> None:
+        async with house(count=0, start=False, replicas=0) as place:
+            starting = asyncio.create_task(place.pool.start())
+            await place.add("x1")
+            await starting
+            await place.pool.load(0)
+            assert (await place.pool.generate(group("g0"))).replica == "x1"
+            await place.leave(0)
+            await until(lambda: not place.pool.versions, "the only replica has left")
+            waiting = asyncio.create_task(place.pool.generate(group("g1")))
+            await place.add("x2")
+            assert (await waiting).replica == "x2"
+
+    run(test)
+
+
+def test_a_run_that_no_replica_joins_says_how_to_start_one() -> None:
+    async def test() -> None:
+        async with house(count=0, start=False, replicas=0, startup_timeout_s=0.3) as place:
+            with pytest.raises(
+                EngineError, match=r"no replica serves .*none has announced itself; start one with pa serve"
+            ):
+                await place.pool.start()
+
+    run(test)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pa_core.config import EngineConfig
-from pa_core.errors import EngineError
+from pa_core.errors import ConfigError, EngineError
 from pa_core.rollout.process import ReplicaSet, fair_threads, spawn, stop_all
 
 GUARDED = "from pa_core.rollout.process import watch_parent; watch_parent()\n"
@@ -120,6 +120,17 @@ def test_every_start_has_a_new_key_that_is_in_the_environment_but_in_no_argument
             keys.add(replicas.api_key)
         assert all(process.poll() is not None for process in replicas.processes.values())
     assert len(keys) == 2
+
+
+def test_a_run_that_waits_for_the_replicas_of_others_needs_a_key_to_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PA_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"engine.replicas=0 .*PA_API_KEY.* is not set; set it"):
+        ReplicaSet("memory://run", EngineConfig(replicas=0), tmp_path).start()
+    monkeypatch.setenv("PA_API_KEY", "shared")
+    with ReplicaSet("memory://run", EngineConfig(replicas=0), tmp_path) as replicas:
+        assert not replicas.processes and replicas.api_key == "shared"
 
 
 def test_replicas_and_trainer_share_the_cores() -> None:

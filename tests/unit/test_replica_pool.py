@@ -140,6 +140,7 @@ def test_an_error_on_one_replica_is_retried_on_another_and_raised_when_all_fail(
             place.engines[0].failure = EngineError("out of memory")
             answers = await asyncio.gather(*(place.pool.generate(group(f"g{i}")) for i in range(3)))
             assert {answer.replica for answer in answers} == {"r1"}
+            assert 1 <= place.pool.retries <= 3
             place.engines[1].failure = EngineError("out of memory too")
             with pytest.raises(
                 EngineError, match=r"r0: generate failed .* out of memory; replica r1: .* out of memory too"

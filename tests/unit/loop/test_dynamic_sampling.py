@@ -195,7 +195,7 @@ def test_the_reward_is_that_of_all_groups_not_of_the_selected_ones() -> None:
     found = rollout_metrics(groups, quota)
     assert found["reward/mean"] == pytest.approx(7 / 8)
     assert found["reward/zero_variance_groups"] == 3
-    assert (found["rollout/draws"], found["rollout/informative_groups"]) == (4, 1)
+    assert (found["rollout/draws"], found["reward/zero_variance_groups"]) == (4, 3)
     assert (found["rollout/uninformative_share"], found["rollout/unfilled_groups"]) == (0.75, 1)
     assert rollout_metrics(groups, Quota(4, 4, dynamic=False))["rollout/unfilled_groups"] == 0
 

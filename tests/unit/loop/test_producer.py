@@ -107,6 +107,32 @@ def test_the_group_carries_what_the_engine_reported() -> None:
     assert sample.sampling_mask is not None and len(sample.sampling_mask) == 4
 
 
+def test_an_evaluation_tells_how_far_it_is_in_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pa_core.loop.producer.SHOW_EVERY_S", 0.01)
+    first_shown = threading.Event()
+
+    class PatientPool(RecordingPool):
+        async def generate(self, request: GenerateRequest) -> GenerateResponse:
+            if request.group_id == "p1":
+                await asyncio.to_thread(first_shown.wait, 20)
+            return await super().generate(request)
+
+    told: list[tuple[int, int]] = []
+
+    def show(done: int, total: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        told.append((done, total))
+        if done:
+            first_shown.set()
+
+    maker = producer(PatientPool(), RolloutBuffer(ObjectStore.open("memory://shown")))
+    maker.start(5)
+    prompts = [prompt(0, 1), prompt(1, 1)]
+    maker.evaluate(0, prompts, temperature=0.0, max_tokens=8, samples=1, timeout_s=20, show=show)
+    maker.close()
+    assert (1, 2) in told
+
+
 class Served:
     """A replica that never answers a group, in a thread of its own."""
 

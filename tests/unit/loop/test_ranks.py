@@ -82,7 +82,9 @@ def test_a_stopped_run_may_go_on_in_another_layout_and_with_nothing_else_changed
     url = prepare_run(config(tmp_path, parallel={"fsdp": 4})).url
     assert resume_run(url, ["parallel.fsdp=1", "parallel.tp=2"]).config.parallel.processes == 2
     assert resume_run(url).config.parallel.processes == 4
-    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate=1.*only keys of parallel and trainer may change"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.learning_rate=1.*only keys of parallel, trainer and metrics may change"
+    ):
         resume_run(url, ["optimizer.learning_rate=1"])
 
 

@@ -113,7 +113,6 @@ def test_an_interpreter_that_cannot_serve_is_bad_input_before_anything_starts(tm
     ("engine", "message"),
     [
         ({"kind": "embedded", "urls": ["http://a:1"]}, "engine.kind=vllm"),
-        ({"replicas": 0}, "engine.replicas=0 needs engine.urls"),
         ({"urls": ["a:1"]}, "http://host:port"),
         ({"urls": ["http://me:secret@a:1"]}, "without credentials"),
         ({"kind": "embedded", "weight_transfer": "nccl"}, "needs engine.kind=vllm"),

@@ -36,6 +36,18 @@ def test_take_gives_all_that_is_there(store: ObjectStore, make_group: Make) -> N
     assert [group.id for group in buffer.take(3, timeout_s=1)] == ["b", "a", "c"]
 
 
+def test_what_waits_and_what_an_iteration_still_lacks_is_counted(store: ObjectStore, make_group: Make) -> None:
+    buffer = RolloutBuffer(store)
+    buffer.expect(3, ["p0", "p1"])
+    buffer.put(make_group("p0"))
+    assert (buffer.waiting, buffer.undelivered(3)) == (1, 2)
+    buffer.take(3, 1)
+    assert (buffer.waiting, buffer.undelivered(3)) == (0, 1)
+    buffer.admit(3, ["p2"])
+    assert buffer.undelivered(3) == 2
+    assert buffer.undelivered(4) == 0
+
+
 def test_invariant_3_a_duplicate_is_counted_and_dropped(store: ObjectStore, make_group: Make) -> None:
     buffer = RolloutBuffer(store)
     assert buffer.put(make_group("p0", replica="first"))

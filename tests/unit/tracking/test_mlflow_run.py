@@ -16,7 +16,8 @@ import yaml
 from pa_core.config import TrainConfig
 from pa_core.config_files import parse_config
 from pa_core.errors import ConfigError
-from pa_core.tracking.mlflow_run import TrackedRun, absolute_uri, artifact_location
+from pa_core.tracking.connection import absolute_uri, artifact_location
+from pa_core.tracking.mlflow_run import TrackedRun
 from pa_core.tracking.picture import reward_curve
 
 mlflow = pytest.importorskip("mlflow")
@@ -155,6 +156,7 @@ def test_figures_texts_and_the_model_become_artifacts(client: Any, start: Start,
     tracked.log_figure(reward_curve([(0, 0.1)]), "reward_curve.png")
     tracked.log_dict({"a": [1]}, "timeline/trace.json")
     tracked.log_text("hello", "notes.txt")
+    tracked.add_model(3, {})
     assert tracked.log_model_dir(tmp_path / "model", version=3)
     assert tracked.finish("FINISHED") == 0
 
@@ -164,10 +166,69 @@ def test_figures_texts_and_the_model_become_artifacts(client: Any, start: Start,
     assert json.loads(text(client, tracked, "timeline/trace.json", folder)) == {"a": [1]}
     assert text(client, tracked, "model/config.json", folder) == "{}"
     assert Path(client.download_artifacts(tracked.run_id, "reward_curve.png", str(folder))).stat().st_size > 1000
-    (listed,) = client.search_logged_models([tracked.experiment_id], f"source_run_id = '{tracked.run_id}'")
-    assert listed.status == "READY"
-    assert listed.params["policy_version"] == "3"
-    assert [output.model_id for output in client.get_run(tracked.run_id).outputs.model_outputs] == [listed.model_id]
+
+
+def models(client: Any, tracked: TrackedRun) -> dict[str, Any]:
+    """The run's logged models by policy version."""
+    found = client.search_logged_models([tracked.experiment_id], f"source_run_id = '{tracked.run_id}'")
+    assert len(found) == len({model.params["policy_version"] for model in found})
+    return {model.params["policy_version"]: model for model in found}
+
+
+def figures(model: Any) -> dict[str, tuple[float, int]]:
+    return {metric.key: (metric.value, metric.step) for metric in model.metrics or []}
+
+
+def test_stored_versions_are_models_with_the_figures_of_their_own_step(client: Any, start: Start) -> None:
+    tracked = start()
+    tracked.log_iteration(2, {"eval/accuracy": 0.5})
+    tracked.add_model(2, {"weights": "/somewhere/runs/demo-1/weights/v000002"})
+    tracked.log_iteration(2, {"reward/mean": 0.25, "train/loss": 1.0})
+    tracked.log_iteration(3, {"reward/mean": 0.75})
+    tracked.log_iteration(4, {"eval/accuracy": 0.9})
+    tracked.add_model(4, {})
+    tracked.keep_models([4])
+    assert tracked.unlisted([2, 3, 4]) == [3]
+    assert tracked.finish("FINISHED") == 0
+
+    found = models(client, tracked)
+    assert figures(found["2"]) == {"eval/accuracy": (0.5, 2), "reward/mean": (0.25, 2)}
+    assert figures(found["4"]) == {"eval/accuracy": (0.9, 4)}
+    assert found["2"].params["weights"] == "/somewhere/runs/demo-1/weights/v000002"
+    assert (found["2"].tags["stored"], found["4"].tags["stored"]) == ("false", "true")
+    assert {model.status for model in found.values()} == {"READY"}
+    outputs = {output.model_id: output.step for output in client.get_run(tracked.run_id).outputs.model_outputs}
+    assert outputs == {found["2"].model_id: 2, found["4"].model_id: 4}
+    for key, points in {"eval/accuracy": 2, "reward/mean": 2}.items():
+        assert len(client.get_metric_history(tracked.run_id, key)) == points, "the run has each point once"
+
+
+def test_a_resumed_run_lists_its_models_no_second_time(client: Any, start: Start) -> None:
+    first = start()
+    first.add_model(2, {"base_model": "x"})
+    first.finish("FINISHED")
+    second = start(resume_run_id=first.run_id)
+    second.add_model(2, {"base_model": "x"})
+    second.log_iteration(2, {"reward/mean": 0.5})
+    assert second.finish("FINISHED") == 0
+
+    found = models(client, second)
+    assert figures(found["2"]) == {"reward/mean": (0.5, 2)}
+    assert len(client.get_run(first.run_id).outputs.model_outputs) == 1
+
+
+def test_a_listed_model_can_be_registered_though_its_weights_are_elsewhere(
+    client: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracked = start()
+    tracked.add_model(2, {})
+    assert tracked.finish("FINISHED") == 0
+    model = models(client, tracked)["2"]
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracked.uri)
+    registered = mlflow.register_model(model.model_uri, "best-of-unit")
+    client.set_registered_model_alias("best-of-unit", "best", registered.version)
+    assert client.get_model_version_by_alias("best-of-unit", "best").source == model.model_uri
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])

@@ -57,6 +57,54 @@ def test_what_failed_during_an_outage_arrives_afterwards_and_recovery_is_told(
     assert len(warnings) == 1, "one warning per outage, however often it tries"
 
 
+def test_patient_closing_sits_out_an_outage() -> None:
+    attempts: list[int] = []
+
+    def fails_three_times() -> None:
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise ConnectionError("server away")
+
+    outbox = Outbox(is_passing, first_pause_s=0.01)
+    outbox.put("a", fails_three_times)
+
+    assert outbox.close(20, patient=True) == []
+    assert len(attempts) == 4
+
+
+def test_patient_closing_ends_at_its_deadline_all_the_same() -> None:
+    def fail() -> None:
+        raise ConnectionError("server away")
+
+    outbox = Outbox(is_passing, first_pause_s=0.01)
+    outbox.put("a", fail)
+
+    assert outbox.close(0.3, patient=True) == ["a"]
+
+
+def test_after_an_outage_the_newest_of_what_replaces_itself_is_in_force_and_came_once() -> None:
+    down, tried = threading.Event(), threading.Event()
+    down.set()
+    written: list[tuple[str, int]] = []
+
+    def write(path: str, value: int) -> None:
+        tried.set()
+        if down.is_set():
+            raise ConnectionError("server away")
+        written.append((path, value))
+
+    outbox = Outbox(is_passing, first_pause_s=0.01, longest_pause_s=0.02)
+    for value in range(5):
+        outbox.put("picture", lambda value=value: write("picture", value), replaces=True)
+        outbox.put("point", lambda value=value: write("point", value))
+        assert tried.wait(5)
+    down.clear()
+
+    assert outbox.close(5, patient=True) == []
+    assert [value for path, value in written if path == "picture"] == [4]
+    assert sorted(value for path, value in written if path == "point") == [0, 1, 2, 3, 4]
+
+
 def test_closing_during_an_outage_names_what_is_lost_without_waiting_for_the_pauses() -> None:
     def fail() -> None:
         raise ConnectionError("server away")
