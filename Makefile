@@ -9,7 +9,7 @@ export PREFECT_PORT MLFLOW_PORT
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install vllm peers demo test up down lint clean
+.PHONY: help install vllm peers demo test pictures up down lint clean
 
 help:           ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ demo: install   ## train the quickstart through Prefect into MLflow, then report
 
 test: install vllm   ## the whole test suite (ARGS="-k flows" chooses)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+pictures: install ## take the README's pictures in the browser tests, with runs of full size (docs/*.png)
+	PA_PICTURES=$(CURDIR)/docs $(BIN)/python -m pytest tests/browser
 
 up: install     ## start Prefect, MLflow and the deployments here; prints their addresses
 	@$(BIN)/python -m flows.services up
