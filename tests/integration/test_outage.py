@@ -184,26 +184,24 @@ def iteration(servers: Servers) -> int:
     return int(json.loads(file.read_text())["iteration"]) if file.exists() else 0
 
 
-def trained_between(folder: Path, start: float, end: float) -> set[int]:
-    """Iterations with a gradient computed in the window, by the run's own timeline."""
+def trained_since(folder: Path, start: float) -> set[int]:
+    """Iterations with a gradient computed after ``start``, by the run's own timeline."""
     spans = [span for file in sorted(folder.glob("runs/run/timeline/*.json")) for span in json.loads(file.read_text())]
     return {
         span["iteration"]
         for span in spans
-        if span["lane"] == TRAIN and span["name"] == "forward_backward" and start < span["start"] and span["end"] < end
+        if span["lane"] == TRAIN and span["name"] == "forward_backward" and start < span["start"]
     }
 
 
 def test_training_goes_on_without_prefect_and_mlflow_and_nothing_is_missing_afterwards(servers: Servers) -> None:
     flow_run = submit(servers)
     wait_for("training", lambda: iteration(servers) >= 2)
-    before = iteration(servers)
     servers.kill("prefect")
     servers.kill("mlflow")
     away = time.time()
-    wait_for("iterations without servers", lambda: iteration(servers) >= before + ITERATIONS_AWAY)
+    wait_for("iterations without servers", lambda: len(trained_since(servers.folder, away)) >= ITERATIONS_AWAY)
     (servers.folder / "hold").touch()
-    back = time.time()
     servers.start_both()
     assert iteration(servers) < ITERATIONS, "the run must not end before the servers are back"
     (servers.folder / "hold").unlink()
@@ -214,7 +212,6 @@ def test_training_goes_on_without_prefect_and_mlflow_and_nothing_is_missing_afte
 
     final = wait_for("the end of the flow run", ended)
     assert final["type"] == "COMPLETED", (final, (servers.folder / "host.log").read_text()[-3000:])
-    assert len(trained_between(servers.folder, away, back)) >= ITERATIONS_AWAY - 1
     check_mlflow(servers, flow_run)
 
 
