@@ -30,6 +30,7 @@ from rich.console import Console
 from flows import automations, reconcile
 from flows.deployments import READY
 from pa_core.errors import EngineError, UserError
+from pa_core.processes import running_process
 from pa_core.rollout.process import spawn
 
 STATE = Path(".services")
@@ -51,11 +52,7 @@ class Service:
 
     def process(self) -> psutil.Process | None:
         """The process, or None when it is gone."""
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.started) < 1 and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        return None
+        return running_process(self.pid, self.started)
 
 
 def port(variable: str, default: int) -> int:

@@ -15,8 +15,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from pa_core.config import TrainConfig, VllmConfig
+from pa_core.config import TrainConfig
 from pa_core.errors import ConfigError, UserError
+from pa_core.rollout.config import VllmConfig
 
 REQUIRED = ("torch", "transformers", "mlflow", "fsspec", "pyarrow", "pydantic", "reasoning-gym", "math-verify")
 OPTIONAL = {

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from pa_core.config import EngineConfig
 from pa_core.rollout.client import HttpReplicaClient, ReplicaClient
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation, VersionMismatch
 from pa_core.rollout.server import ReplicaServer

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from pa_core.config import EngineConfig, ModelConfig, TrainConfig
+from pa_core.config import ModelConfig, TrainConfig
 from pa_core.errors import DataError
 from pa_core.loop import evaluation
 from pa_core.loop.evaluation import Evaluation, Show
@@ -30,6 +30,7 @@ from pa_core.loop.services import load_held_out, require_engine, usable_context
 from pa_core.model.loading import LoadedModel, eos_token_ids, load_structure, load_tokenizer, resolve_source
 from pa_core.rewards.pool import RewardPool
 from pa_core.rollout.client import ReplicaClient
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.connect import Connect, connect
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet, fair_threads

@@ -121,7 +121,7 @@ def report(found: dict[str, Any]) -> str:
     ]
     for name, score in found["scores"].items():
         label = name.replace("_at_k", f"_at_{k}")
-        lines.append(f"  {label:<18} {score['value']:.3f}  \\[{score['low']:.3f}, {score['high']:.3f}]")
+        lines.append(f"  {label:<18} {score['value']:.3f}  [{score['low']:.3f}, {score['high']:.3f}]")
     lines += [
         f"  responses          {found['response_length']:.1f} tokens on average, {found['truncated_share']:.1%} cut at "
         f"{found['max_tokens']}",

@@ -8,7 +8,8 @@ import time
 
 from pa_core.errors import StoreError
 from pa_core.loop.progress import read_progress
-from pa_core.loop.run import TRAINER_KEY, process_runs
+from pa_core.loop.run import TRAINER_KEY
+from pa_core.processes import running_process
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import ReplicaRegistry
 
@@ -27,7 +28,7 @@ def trains(url: str, silence_s: float) -> bool:
             return False
         trainer = json.loads(store.read(TRAINER_KEY))
         if trainer["host"] == platform.node():
-            return process_runs(trainer["pid"], trainer["started"])
+            return running_process(trainer["pid"], trainer["started"]) is not None
         return _last_sign(store) > time.time() - silence_s
     except (StoreError, OSError):
         return True

@@ -19,6 +19,7 @@ import psutil
 from pa_core.config import TrainConfig
 from pa_core.config_files import apply_override, parse_config
 from pa_core.errors import ConfigError
+from pa_core.processes import running_process
 from pa_core.store.objects import ObjectStore
 
 RUN_KEY = "run.json"
@@ -150,7 +151,7 @@ def sole_trainer(run: Run) -> Iterator[None]:
         run.store.publish(TRAINER_KEY, mine)
     except FileExistsError:
         other = json.loads(run.store.read(TRAINER_KEY))
-        if other["host"] != platform.node() or process_runs(other["pid"], other["started"]):
+        if other["host"] != platform.node() or running_process(other["pid"], other["started"]) is not None:
             raise ConfigError(
                 f"{run.url} is being trained by process {other['pid']} on {other['host']}; wait for it or stop it. "
                 f"If that host is gone for good, remove {TRAINER_KEY} from the run's folder"
@@ -160,11 +161,3 @@ def sole_trainer(run: Run) -> Iterator[None]:
         yield
     finally:
         run.store.delete(TRAINER_KEY)
-
-
-def process_runs(pid: int, started: float) -> bool:
-    """Whether the process still lives and is not a later one of the same number."""
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 1
-    except psutil.NoSuchProcess:
-        return False

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from pa_core.config import EngineConfig, TrainConfig
+from pa_core.config import TrainConfig
 from pa_core.data.prompts import PromptSet, load_prompts, without
 from pa_core.errors import ConfigError, DataError
 from pa_core.loop.producer import Producer
@@ -26,6 +26,7 @@ from pa_core.model.fixed_point import deterministic_kernels
 from pa_core.model.loading import LoadedModel, context_limit, load_policy
 from pa_core.model.parallel import training_device
 from pa_core.rewards.pool import RewardPool
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.connect import connect
 from pa_core.rollout.fabric import FabricTransfer
 from pa_core.rollout.pool import ReplicaPool

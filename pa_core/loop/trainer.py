@@ -196,10 +196,10 @@ class Trainer:
             self.services.buffer.compact(t, selection.arrived, self.learner.advantages)
             metrics = rollout_metrics(selection.arrived, self.quota) | self.learner.metrics()
             self.recorder.iteration(t, metrics, selection.arrived, selection.trained, self.learner.advantages)
+        for found in self.interval.collect():  # before the checkpoint, which knows what is recorded
+            self.recorder.evaluated(found.result, found.table)
         if self.config.checkpoint.every and (t + 1) % self.config.checkpoint.every == 0:
             self._checkpoint()
-        for found in self.interval.collect():
-            self.recorder.evaluated(found.result, found.table)
         self._retain()
 
     def _retain(self) -> None:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pa_core.config import EngineConfig
 from pa_core.errors import ConfigError, EngineError
+from pa_core.rollout.config import EngineConfig
 
 _TRAINER_SIDES = {
     "nccl": ("cuda", "vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerInitInfo"),

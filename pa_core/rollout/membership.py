@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from pa_core.config import EngineConfig
 from pa_core.errors import EngineError, StoreError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.connect import Connect, connect
 from pa_core.rollout.replica import Replica
 from pa_core.rollout.supervisor import Supervisor

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
-from pa_core.config import EngineConfig
 from pa_core.errors import EngineError
 from pa_core.rollout.client import ReplicaLost
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.connect import Connect, connect, open_session
 from pa_core.rollout.dispatch import Dispatcher
 from pa_core.rollout.gate import Gate, LoadAck

@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pa_core.config import EngineConfig, TrainConfig
+from pa_core.config import TrainConfig
 from pa_core.errors import ConfigError, EngineError, UserError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.rollout.supervisor import Supervisor
 from pa_core.rollout.vllm_command import check_environment

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pa_core.config import EngineConfig
 from pa_core.errors import EngineError, StoreError
+from pa_core.rollout.config import EngineConfig
 from pa_core.store.registry import GIVEN_UP, RESTARTING, ReplicaRecord, ReplicaRegistry
 
 if TYPE_CHECKING:

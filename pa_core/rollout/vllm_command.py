@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pa_core.config import TrainConfig, VllmConfig
+from pa_core.config import TrainConfig
 from pa_core.errors import ConfigError
 from pa_core.rollout.address import LOOPBACK
+from pa_core.rollout.config import VllmConfig
 
 PYTHON_VARIABLE = "PA_VLLM_PYTHON"
 DEFAULT_PYTHON = ".venv-vllm/bin/python"

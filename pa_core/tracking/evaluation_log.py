@@ -14,6 +14,7 @@ from pa_core.tracking.connection import absolute_uri, experiment_id, prepare_env
 from pa_core.tracking.description import flatten
 from pa_core.tracking.metrics import metric_key
 from pa_core.tracking.mlflow_run import TABLES_IN_TAG, TABLES_TAG
+from pa_core.tracking.models import MODEL_METRICS, listed_model
 from pa_core.tracking.origin import origin_tags
 
 if TYPE_CHECKING:
@@ -86,7 +87,12 @@ def _write(client: MlflowClient, run_id: str, record: EvaluationRecord) -> None:
     from mlflow.entities import Metric
 
     now = int(time.time() * 1000)
-    metrics = [Metric(metric_key(name), value, now, record.version) for name, value in record.metrics.items()]
+    run = client.get_run(run_id)
+    model = listed_model(client, run.info.experiment_id, run_id, record.version)
+    metrics = [
+        Metric(key, value, now, record.version, model_id=model if MODEL_METRICS.fullmatch(key) else None)
+        for key, value in ((metric_key(name), value) for name, value in record.metrics.items())
+    ]
     client.log_batch(run_id, metrics=metrics, synchronous=True)
     folder = f"evaluation/{record.name}" if record.name else "evaluation"
     client.log_dict(run_id, dict(record.report), f"{folder}/step_{record.version:06d}.json")
@@ -94,7 +100,7 @@ def _write(client: MlflowClient, run_id: str, record: EvaluationRecord) -> None:
     data = [[row[column] for column in columns] for row in record.rows]
     path = f"tables/{folder}/step_{record.version:06d}.json"
     client.log_text(run_id, json.dumps({"columns": columns, "data": data}, ensure_ascii=False), path)
-    tables = json.loads(client.get_run(run_id).data.tags.get(TABLES_TAG, "[]"))
+    tables = json.loads(run.data.tags.get(TABLES_TAG, "[]"))
     entry = {"path": path, "type": "table"}
     listed = [*(table for table in tables if table != entry), entry]
     client.set_tag(run_id, TABLES_TAG, json.dumps(listed[-TABLES_IN_TAG:]))

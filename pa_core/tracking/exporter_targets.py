@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from pa_core.processes import running_process
 from pa_core.tracking.exporter import RunMetrics
 
 LOOK_S = 2.0
@@ -84,15 +85,8 @@ def _sweep(folder: Path) -> None:
     for path in folder.glob("*.json"):
         try:
             host, pid, started = json.loads(path.read_text())[0]["labels"][_OWNER].split()
-            gone = host == platform.node() and not _runs(int(pid), float(started))
+            gone = host == platform.node() and running_process(int(pid), float(started)) is None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue  # somebody else's, or just removed
         if gone:
             path.unlink(missing_ok=True)
-
-
-def _runs(pid: int, started: float) -> bool:
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 1
-    except psutil.NoSuchProcess:
-        return False

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Metric
 
 MODEL_TYPE = "policy"
-MODEL_METRICS = re.compile(r"reward/mean|eval/(accuracy|pass_at_1|maj_at_k)")
+MODEL_METRICS = re.compile(r"reward/mean|eval/([^/]+/)?(accuracy|pass_at_1|maj_at_k)")
 STORED_TAG = "stored"
+
+
+def listed_model(client: MlflowClient, experiment_id: str, run_id: str, version: int) -> str | None:
+    """Id of the model that a run's version is listed as, or None where it is not."""
+    same = f"source_run_id = '{run_id}' AND params.policy_version = '{version}'"
+    found = client.search_logged_models([experiment_id], same)
+    return found[0].model_id if found else None
 
 
 class LoggedModels:

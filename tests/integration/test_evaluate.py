@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,32 @@ def test_a_checkpoint_is_evaluated_into_the_runs_own_store_and_mlflow_run(
     (point,) = client(folder).get_metric_history(run.info.run_id, "eval/held_out-k4-t1/maj_at_k")
     assert (point.step, point.value) == (2, pytest.approx(found["scores"]["maj_at_k"]["value"]))
     assert "tables/evaluation/held_out-k4-t1/step_000002.json" in run.data.tags["mlflow.loggedArtifacts"]
+    (model,) = client(folder).search_logged_models([run.info.experiment_id], f"name = '{run.info.run_name}-v000002'")
+    assert point.value in [metric.value for metric in model.metrics or () if metric.key == point.key]
+
+
+def test_a_resumed_run_goes_on_with_the_evaluations_that_are_due(
+    runs: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, _ = runs
+    command = [*PA, "train", str(folder / "tiny.yaml"), "run_name=stopped", "evaluation.every=5", "iterations=900"]
+    place = folder / "runs/stopped"
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        deadline = time.monotonic() + 300
+        while not (place / "evaluations/v000005.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 3, (tmp_path / "log").read_text()[-3000:]
+
+    facts = json.loads((place / "run.json").read_text())
+    stopped_at = max(int(path.name[1:]) for path in (place / "weights").glob("v*"))
+    facts["config"]["iterations"] = last = stopped_at + 6
+    (place / "run.json").write_text(json.dumps(facts))
+    summary = pa("train", "--resume", place)
+    steps = [point.step for point in client(folder).get_metric_history(summary["mlflow_run_id"], "eval/accuracy")]
+    assert sorted(steps) == [0, *range(5, last, 5), last], "each version that was due, once"
+    assert "evaluation_failure" not in client(folder).get_run(summary["mlflow_run_id"]).data.tags
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")

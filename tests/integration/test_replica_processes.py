@@ -20,9 +20,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pa_core.config import EngineConfig
 from pa_core.config_files import parse_config
 from pa_core.errors import EngineError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse
@@ -326,7 +326,7 @@ def test_a_stopped_replica_is_noticed_by_its_heartbeat_while_a_request_hangs(mor
 def test_when_the_parent_is_killed_no_replica_outlives_it(tmp_path: Path, model_folder: Path) -> None:
     store, _ = make_run(tmp_path, str(model_folder))
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pa_core.config import EngineConfig\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pa_core.rollout.config import EngineConfig\n"
         "from pa_core.rollout.process import ReplicaSet\n"
         "replicas = ReplicaSet(sys.argv[1], EngineConfig(replicas=2, threads=1), Path(sys.argv[2]))\n"
         "print(*(process.pid for process in replicas.start().values()), flush=True)\ntime.sleep(600)\n"

@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_servers import started, vllm_tree
 
-from pa_core.config import EngineConfig
 from pa_core.config_files import parse_config
 from pa_core.errors import EngineError
 from pa_core.loop.run import Run
 from pa_core.model.loading import LoadedModel, load_policy
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.connect import open_session
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pa_core.config import EngineConfig
 from pa_core.errors import ConfigError, EngineError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.process import ReplicaSet, fair_threads, spawn, stop_all
 
 GUARDED = "from pa_core.rollout.process import watch_parent; watch_parent()\n"

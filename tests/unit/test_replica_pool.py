@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from manual_replicas import KEY, ManualEngine, group, house, run, until
 
-from pa_core.config import EngineConfig
 from pa_core.errors import ConfigError, EngineError, StoreError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.server import ReplicaServer, read_run_config, serve_replica
 from pa_core.store.objects import ObjectStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pa_core.config import EngineConfig
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.process import ReplicaSet
 from pa_core.store.registry import GIVEN_UP, RESTARTING, ReplicaRecord
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from manual_replicas import KEY, ManualEngine, plain_client
 
-from pa_core.config import EngineConfig, SamplingConfig
+from pa_core.config import SamplingConfig
 from pa_core.errors import EngineError
 from pa_core.loop.producer import Producer
 from pa_core.records import Group, Prompt
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.membership import Membership
 from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.protocol import GenerateRequest, GenerateResponse, Generation

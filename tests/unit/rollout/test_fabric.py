@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from pa_core.config import EngineConfig
 from pa_core.errors import ConfigError, EngineError
+from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.fabric import ControlPlane, FabricTransfer
 
 
