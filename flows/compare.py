@@ -28,6 +28,10 @@ def compare(config: TrainConfig, comparison: CompareConfig = CompareConfig()) ->
 
     The runs follow each other, since they would distort each other's times. Each has its own MLflow run, below one
     that holds the table, the pictures and the verdict. Give a name that exists to train only what is missing.
+
+    Args:
+        config: What all runs have in common: every key of the configuration.
+        comparison: The variants, and what each changes in the configuration.
     """
     try:
         study = plan_comparison(config, comparison, run_name_hint())

@@ -72,7 +72,11 @@ def publish(outcome: "Outcome") -> None:
 
 @flow(name="evaluate", persist_result=False, log_prints=False)
 def evaluate(request: EvaluationRequest) -> State[Any]:
-    """Evaluate a policy: pass@1, avg@k and maj@k with 95 % confidence intervals, with a table of samples."""
+    """Evaluate a policy: pass@1, avg@k and maj@k with 95 % confidence intervals, with a table of samples.
+
+    Args:
+        request: What to evaluate, and on which problems.
+    """
     # Here, because it brings torch, which the host that serves the deployments can do without.
     from pa_core.loop.evaluation_run import evaluate as run_evaluation
 

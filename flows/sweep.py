@@ -30,6 +30,10 @@ def sweep(config: TrainConfig, sweep: SweepConfig) -> State[Any]:
 
     A run that fails loses nobody else. Each has its own MLflow run, below one that holds the table and the picture.
     Give a name that exists to train only what is missing: stopped runs go on from their checkpoint.
+
+    Args:
+        config: What all runs have in common: every key of the configuration.
+        sweep: The grid or list of runs, how many at a time, and how the best is chosen.
     """
     try:
         study = plan_sweep(config, sweep, run_name_hint())

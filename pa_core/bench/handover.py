@@ -16,7 +16,7 @@ import torch
 from pa_core.bench.served import Served, bench_config, serving
 from pa_core.rollout.protocol import GenerateRequest
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 
 PARTS = ("publish", "acknowledge", "load", "first_token")
 

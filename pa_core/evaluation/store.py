@@ -23,7 +23,7 @@ from pa_core.evaluation.scores import judge
 from pa_core.records import Group
 from pa_core.store.group_codec import to_table
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name, version_of
+from pa_core.store.versions import version_name, version_of
 
 FOLDER = "evaluations"
 SHOWN = ("version", "prompt", "answer", "response", "value", "right", "extracted", "unscored", "finish_reason")

@@ -23,7 +23,7 @@ from pa_core.loop.progress import ProgressState, write_progress
 from pa_core.loop.run import SUMMARY_KEY
 from pa_core.loop.services import Services
 from pa_core.records import Group
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 from pa_core.tracking.chrome import Window, chrome_trace
 from pa_core.tracking.mlflow_run import TrackedRun
 from pa_core.tracking.picture import reward_curve, timeline_picture

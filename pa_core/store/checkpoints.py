@@ -20,7 +20,8 @@ from typing import Any
 from pa_core.errors import StoreError
 from pa_core.store.objects import ObjectStore
 from pa_core.store.shards import StoredFile, verified_files
-from pa_core.store.weights import MANIFEST, WeightStore, version_name
+from pa_core.store.versions import version_name
+from pa_core.store.weights import MANIFEST, WeightStore
 
 LATEST = "latest.json"
 STATE = "state.json"

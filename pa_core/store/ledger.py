@@ -10,7 +10,7 @@ from typing import Any
 
 from pa_core.errors import StoreError
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name, version_of
+from pa_core.store.versions import version_name, version_of
 
 
 @dataclass(frozen=True)

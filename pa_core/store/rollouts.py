@@ -26,7 +26,7 @@ from pa_core.errors import EngineError, StoreError
 from pa_core.records import Group, Sample
 from pa_core.store.group_codec import from_table, to_table
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name, version_of
+from pa_core.store.versions import version_name, version_of
 
 PUT_TIMEOUT_S = 300.0
 

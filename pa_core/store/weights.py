@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -40,22 +39,12 @@ from pa_core.store.shards import (
     verified_files,
     write_shards,
 )
+from pa_core.store.versions import version_name, version_of
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 BASE = "weights/base"
 SHARD_BYTES = 512 << 20
-
-
-def version_name(version: int) -> str:
-    """``v000012``: how a policy version is written in keys."""
-    return f"v{version:06d}"
-
-
-def version_of(key: str) -> int:
-    """The policy version that a key begins with, or -1."""
-    match = re.match(r"v(\d+)(?=[/.])", key)
-    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True)

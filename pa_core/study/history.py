@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 from pa_core.tracking.chrome import Window
 from pa_core.tracking.timeline import Span
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 from pa_core.study.children import Outcome
 
 if TYPE_CHECKING:

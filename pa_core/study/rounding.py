@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pa_core.config import TrainConfig
 from pa_core.store.objects import ObjectStore
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2}
 """Largest difference of a token's log-probability (nats) that rounding explains, by type of the parameters."""

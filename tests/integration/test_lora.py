@@ -25,7 +25,8 @@ from pa_core.rollout.server import build_engine
 from pa_core.rollout.vllm_client import VllmReplicaClient
 from pa_core.store.objects import ObjectStore
 from pa_core.store.policy import AdapterTable
-from pa_core.store.weights import WeightStore, version_name
+from pa_core.store.versions import version_name
+from pa_core.store.weights import WeightStore
 
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 

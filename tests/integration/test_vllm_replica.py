@@ -28,7 +28,8 @@ from pa_core.rollout.pool import ReplicaPool
 from pa_core.rollout.process import ReplicaSet
 from pa_core.rollout.protocol import GenerateRequest, Generation
 from pa_core.rollout.vllm_client import VllmReplicaClient
-from pa_core.store.weights import WeightStore, version_name
+from pa_core.store.versions import version_name
+from pa_core.store.weights import WeightStore
 
 QUESTIONS = ("What is 3 + 4?", "Name a colour.", "Write one word.", "Count to five.")
 VERSIONS = (0, 1, 2)

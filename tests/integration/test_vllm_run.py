@@ -27,7 +27,7 @@ from vllm_servers import START_LIMIT_S, vllm_tree
 from pa_core.store.ledger import Ledger
 from pa_core.store.objects import ObjectStore
 from pa_core.store.registry import ReplicaRegistry
-from pa_core.store.weights import version_name
+from pa_core.store.versions import version_name
 
 PA = [sys.executable, "-m", "pa_core.cli"]
 ITERATIONS, GROUPS, SAMPLES = 9, 6, 4
