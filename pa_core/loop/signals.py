@@ -14,7 +14,8 @@ class StopSignals:
     """Turns the first SIGINT or SIGTERM into :class:`Stopped`, raised once, in the main thread.
 
     Inside :meth:`uninterrupted` the exception waits until the outermost block ends, so that weights, optimizer state
-    and published version always belong together. A second signal acts at once.
+    and published version always belong together. A second signal acts at once. A long loop calls :meth:`check`: Python
+    prints and drops an exception that comes while a destructor or a weak reference's callback happens to run.
 
     Attributes:
         pending: a stop waits for an uninterrupted block to end.
@@ -38,6 +39,11 @@ class StopSignals:
         self._received = signal.Signals(number).name
         self.pending = True
         if not self._depth or repeated:
+            self._stop()
+
+    def check(self) -> None:
+        """Raise the stop once more whose exception got lost."""
+        if self._received is not None:
             self._stop()
 
     def _stop(self) -> None:

@@ -136,6 +136,7 @@ class Trainer:
             self.services.patience_s,
         )
         for groups in between_steps(arrivals, partial(self._step, t)):
+            self.signals.check()
             if groups:
                 ids = [group.id for group in groups]
                 with self.services.timeline.span("forward_backward", TRAIN, t, groups=ids):
