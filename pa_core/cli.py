@@ -83,17 +83,19 @@ def train(
         overrides, config = [str(config), *(overrides or [])], None
     if sum(given is not None for given in (config, resume, run_url)) != 1:
         raise ConfigError("pa train needs a config file, or --resume RUN_URL")
-    from pa_core.loop.launch import train_alone, train_attached, train_new
-    from pa_core.loop.report import report
     from pa_core.loop.run import open_run, resume_run
 
-    if run_url is not None:
-        summary = train_attached(open_run(run_url))
-    elif resume is not None:
-        summary = train_alone(resume_run(resume, overrides or []))
+    # What is asked for is read before torch is imported, which takes seconds: a mistake is told at once.
+    tree = load_config(config, overrides) if config is not None else None
+    run = resume_run(resume, overrides or []) if resume is not None else open_run(run_url) if run_url else None
+    from pa_core.loop.launch import train_alone, train_attached, train_new
+    from pa_core.loop.report import report
+
+    if tree is not None and config is not None:
+        summary = train_new(tree, config.stem)
     else:
-        assert config is not None
-        summary = train_new(load_config(config, overrides), config.stem)
+        assert run is not None
+        summary = train_alone(run) if resume is not None else train_attached(run)
     emit(summary.model_dump(mode="json"), as_json, report(summary))
 
 

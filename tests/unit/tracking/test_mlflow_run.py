@@ -335,7 +335,7 @@ def test_a_table_that_cannot_be_written_is_counted_and_the_rest_arrives(
     tracked.log_text("x", "../outside.txt")
     tracked.log_iteration(0, {"reward/mean": 1.0})
     with caplog.at_level(logging.WARNING):
-        assert tracked.finish("FINISHED") == 1
+        assert tracked.finish("FINISHED", timeout_s=15) == 1
 
     assert "1 deliveries never reached MLflow" in caplog.text
     assert "outside.txt" in caplog.text
