@@ -118,7 +118,7 @@ def finished(
             for process in descendants:
                 if "vllm.entrypoints" in " ".join(process.cmdline()) and port in process.cmdline():
                     os.kill(process.pid, signal.SIGKILL)
-            output, _ = run.communicate(timeout=600)
+            output, _ = run.communicate(timeout=1500)
             assert run.returncode == 0, err.read_text()[-6000:]
             helper.send_signal(signal.SIGTERM)
             helper.wait(30)
