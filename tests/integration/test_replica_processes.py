@@ -215,7 +215,7 @@ def test_health_answers_while_a_replica_generates(shared: Replicas) -> None:
             started = time.monotonic()
             async with session.get(record.url + "/health") as response:
                 health = await response.json()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
         assert health["in_flight"] == 2 and health["version"] == 0
         await asyncio.gather(*tasks)
 

@@ -74,8 +74,8 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path: Path
     children = [spawn([sys.executable, "-c", code], tmp_path / f"{name}.log") for name in "ab"]
     wait_until(lambda: all(child.tail() == "up" for child in children), "the children run")
     started = time.monotonic()
-    stop_all(children, timeout=1.0)
-    assert time.monotonic() - started < 3
+    stop_all(children, timeout=4.0)
+    assert time.monotonic() - started < 8, "they are waited for together"
     assert [child.poll() for child in children] == [-signal.SIGKILL, -signal.SIGKILL]
     stop_all(children, timeout=1.0)
 

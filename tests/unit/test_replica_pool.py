@@ -172,7 +172,7 @@ def test_a_silent_heartbeat_and_a_silent_server_are_a_death_but_a_slow_store_is_
             await place.vanish(0)
             started = time.monotonic()
             await until(lambda: "r0" in place.pool.dead, "the death is noticed")
-            assert time.monotonic() - started < 4
+            assert time.monotonic() - started < 15
             assert "no heartbeat for" in place.pool.dead["r0"]
             assert (await place.pool.generate(group("g0"))).replica == "r1"
 

@@ -19,14 +19,14 @@ def test_deliveries_arrive_in_order_and_putting_never_waits() -> None:
     arrived: list[int] = []
     gate = threading.Event()
     outbox = Outbox(is_passing)
-    outbox.put("slow", lambda: gate.wait(5))
+    outbox.put("slow", lambda: gate.wait(30))
     start = time.monotonic()
     for number in range(50):
         outbox.put(str(number), lambda number=number: arrived.append(number))
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 10
     gate.set()
 
-    assert outbox.close(5) == []
+    assert outbox.close(30) == []
     assert arrived == list(range(50))
 
 
@@ -114,19 +114,19 @@ def test_closing_during_an_outage_names_what_is_lost_without_waiting_for_the_pau
     outbox.put("b", fail)
     start = time.monotonic()
 
-    assert sorted(outbox.close(10)) == ["a", "b"]
-    assert time.monotonic() - start < 2
+    assert sorted(outbox.close(50)) == ["a", "b"]
+    assert time.monotonic() - start < 20
 
 
 def test_a_hanging_delivery_does_not_hold_closing_beyond_its_deadline() -> None:
     release = threading.Event()
     outbox = Outbox(is_passing)
-    outbox.put("hangs", lambda: release.wait(20))
+    outbox.put("hangs", lambda: release.wait(60))
     outbox.put("behind", lambda: None)
     start = time.monotonic()
 
     assert outbox.close(0.2) == ["hangs", "behind"]
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     release.set()
 
 
