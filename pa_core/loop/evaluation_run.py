@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from pa_core.data.sources import source_name
-from pa_core.errors import UserError
+from pa_core.errors import StoreError, UserError
 from pa_core.evaluation.request import EvaluationRequest
 from pa_core.evaluation.store import EvaluationStore, shown_rows
 from pa_core.loop.evaluation import Evaluation, Show
@@ -67,13 +67,22 @@ def _measure(target: Target, show: Show) -> Evaluation:
     if target.fresh:
         _publish_untrained(run)
         log.info("evaluating %s on %d problems", run.config.model.path, len(engine.problems))
-    else:
-        log.info("evaluating version %d of %s on %d problems", target.version, run.url, len(engine.problems))
     with engine:
-        evaluation = engine.evaluate(target.version, show)
+        version = _version(target)
+        if not target.fresh:
+            log.info("evaluating version %d of %s on %d problems", version, run.url, len(engine.problems))
+        evaluation = engine.evaluate(version, show)
     if target.fresh:
         run.store.delete("weights")  # they are the model's, which stays where it is
     return evaluation
+
+
+def _version(target: Target) -> int:
+    """The version to evaluate, chosen late: a run in training goes on while replicas start, and keeps few versions."""
+    version = WeightStore(target.run.store).latest() if target.version is None else target.version
+    if version is None:
+        raise StoreError(f"{target.run.url} has no published version any more")
+    return version
 
 
 def _publish_untrained(run: Run) -> None:

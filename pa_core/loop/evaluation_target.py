@@ -28,13 +28,13 @@ class Target:
 
     Attributes:
         run: where weights and results are; its config is that of the evaluation.
-        version: the version to evaluate.
+        version: the version to evaluate; None for the latest, whichever that is once replicas can load it.
         name: the set of problems; None for the run's own held-out ones, measured as the run measures them.
         fresh: the run was made for this evaluation and has no weights yet.
     """
 
     run: Run
-    version: int
+    version: int | None
     name: str | None
     fresh: bool
 
@@ -87,10 +87,10 @@ def _of_run(request: EvaluationRequest, url: str, version: int | None, given: li
     if name is None and any(not one.startswith(_SAME_MEASURE) for one in others):
         name = f"held_out-k{run.config.evaluation.samples}-t{run.config.evaluation.temperature:g}"
     weights = WeightStore(run.store)
-    chosen = weights.latest() if version is None else version
-    if chosen is None or weights.manifest(chosen) is None:
-        raise ConfigError(f"{run.url}: version {chosen} is not published (latest: {weights.latest()})")
-    return Target(run, chosen, name, fresh=False)
+    latest = weights.latest()
+    if latest is None or (version is not None and weights.manifest(version) is None):
+        raise ConfigError(f"{run.url}: version {version} is not published (latest: {latest})")
+    return Target(run, version, name, fresh=False)
 
 
 def _of_config(request: EvaluationRequest, given: list[str], others: list[str]) -> Target:
