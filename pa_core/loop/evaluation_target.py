@@ -89,7 +89,7 @@ def _of_run(request: EvaluationRequest, url: str, version: int | None, given: li
     weights = WeightStore(run.store)
     latest = weights.latest()
     if latest is None or (version is not None and weights.manifest(version) is None):
-        raise ConfigError(f"{run.url}: version {version} is not published (latest: {latest})")
+        raise ConfigError(f"{run.url}: version {version} is not published, or not kept any more (latest: {latest})")
     return Target(run, version, name, fresh=False)
 
 

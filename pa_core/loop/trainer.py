@@ -231,7 +231,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Everything that is needed to go on from the current version, the iteration's groups aside."""
         version = self.learner.version
-        with self.services.timeline.span("checkpoint", TRAIN, version):
+        with self.signals.uninterrupted(), self.services.timeline.span("checkpoint", TRAIN, version):
             state = {
                 "steps": self.learner.steps,
                 "cursor": self.cursor,

@@ -22,6 +22,11 @@ from pa_core.store.versions import version_name
 TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2}
 """Largest difference of a token's log-probability (nats) that rounding explains, by type of the parameters."""
 
+AMPLIFIED = 100.0
+"""AdamW moves a weight whose gradient is next to zero by that gradient's sign, so that a few steps make more of
+rounding than it is: 0.05 nats were seen after three steps of the quickstart, which with ``deterministic: true`` is
+equal bit for bit. Up to so many times the tolerance, the samples cannot tell which of the two it is."""
+
 Sampled = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
@@ -46,7 +51,15 @@ class Agreement:
     @property
     def rounding(self) -> bool:
         """Whether rounding explains it all: the same prompts, and the same policy as far as tokens agree."""
-        return self.missing == 0 and self.samples > 0 and self.largest <= self.tolerance
+        return self._within(self.tolerance)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is more than rounding, and no more than optimizer steps may have made of it."""
+        return not self.rounding and self.iteration > 0 and self._within(AMPLIFIED * self.tolerance)
+
+    def _within(self, allowed: float) -> bool:
+        return self.missing == 0 and self.samples > 0 and self.largest <= allowed
 
 
 def tolerance(config: TrainConfig) -> float:

@@ -232,6 +232,12 @@ def _different_weights(
             f"there the two are different draws of the same experiment. {proof}",
             *_samples(found),
         ]
+    if found.undecided:
+        return "unproven", [
+            f"{before} reward or tokens differ, by more than rounding itself, though no more than AdamW may have made "
+            f"of it: it moves weights whose gradient is next to zero by that gradient's sign. {proof}",
+            *_samples(found),
+        ]
     return "different", [f"NOT equal: {before[0].lower()}{before[1:]} they differ by more than rounding explains.",
                          *_samples(found)]  # fmt: skip
 

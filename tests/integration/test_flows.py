@@ -255,7 +255,7 @@ def test_an_evaluation_shows_scores_with_intervals_and_samples_and_leads_to_the_
     refused = prefect.start("evaluate", "evaluate", {"request": {"target": url, "version": 9}}).json()
     state = prefect.ended(refused["id"])
     assert (state["type"], state["name"]) == ("FAILED", "Bad input")
-    assert "version 9 is not published (latest: 2)" in state["message"]
+    assert "version 9 is not published, or not kept any more (latest: 2)" in state["message"]
 
 
 def test_cancelling_ends_every_process_and_keeps_the_last_version(prefect: Prefect) -> None:

@@ -222,7 +222,7 @@ def test_eval_of_a_version_that_is_gone_says_so(finished: tuple[Path, dict[str, 
     folder, _ = finished
     result = pa("eval", folder / "runs/run", "--version", "1")
     assert result.returncode == 2
-    assert "version 1 is not published (latest: 3)" in result.stderr
+    assert "version 1 is not published, or not kept any more (latest: 3)" in result.stderr
 
 
 def test_sync_and_periodic_sample_the_same_tokens_first(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

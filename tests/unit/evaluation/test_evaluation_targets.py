@@ -107,7 +107,7 @@ def test_what_is_missing_is_named_with_its_fix(target: str, request_: dict[str, 
 
 
 def test_a_version_that_is_not_there_is_named_with_the_latest(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"version 1 is not published \(latest: 3\)"):
+    with pytest.raises(ConfigError, match=r"version 1 is not published, or not kept any more \(latest: 3\)"):
         found(run.url, version=1)
 
 

@@ -121,6 +121,17 @@ def test_a_token_flipped_by_rounding_makes_another_draw_of_the_same_experiment()
     assert "1 of 2 samples have another token" in said
 
 
+def test_what_optimizer_steps_may_have_made_of_rounding_is_neither_called_rounding_nor_different() -> None:
+    apart = ([5, 6, 9], [8, 9]), ([-1.0, -2.047, -4.0], [-0.25, -3.0])
+    other = run("periodic", digest="b" * 64, rewards=(0.25, 0.5, 0.25, 0.0, 0.0), last=apart, at=2)
+    verdict = judge(run("sync", last=(SAMPLES, LOGPROBS), at=2), other)
+    assert verdict.equality == "unproven"
+    assert "no more than AdamW may have made of it" in words(verdict) and "within 4.7e-02 nats" in words(verdict)
+
+    first = run("periodic", digest="b" * 64, rewards=(0.0, *REWARDS[1:]), last=apart, at=0)
+    assert judge(run("sync", last=(SAMPLES, LOGPROBS), at=0), first).equality == "different", "no step was before it"
+
+
 def test_another_policy_is_told_from_rounding_by_its_log_probabilities() -> None:
     apart = ([5, 6, 9], [8, 9]), ([-1.0, -2.2, -4.0], [-0.25, -3.0])
     other = run("periodic", digest="b" * 64, rewards=(0.25, 0.5, 0.25, 0.0, 0.0), last=apart, at=2)
