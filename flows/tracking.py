@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pa_core.errors import first_line
 from pa_core.tracking.connection import absolute_uri, prepare_environment
 from pa_core.tracking.origin import FLOW_RUN_TAG
 
@@ -63,7 +64,7 @@ def end_run(tracking_uri: str, run_id: str, status: str) -> bool:
             return False
         client.set_terminated(run_id, status)
     except MlflowException as error:
-        log.warning("MLflow run %s was not marked %s: %s", run_id, status, _first_line(error))
+        log.warning("MLflow run %s was not marked %s: %s", run_id, status, first_line(error))
         return False
     return True
 
@@ -91,7 +92,7 @@ def running_runs(tracking_uri: str) -> list[tuple[str, dict[str, str]]]:
         experiments = [one.experiment_id for one in client.search_experiments()]
         runs = client.search_runs(experiments, "attributes.status = 'RUNNING'") if experiments else []
     except MlflowException as error:
-        log.warning("%s: its runs cannot be read: %s", tracking_uri, _first_line(error))
+        log.warning("%s: its runs cannot be read: %s", tracking_uri, first_line(error))
         return []
     return [(run.info.run_id, dict(run.data.tags)) for run in runs if FLOW_RUN_TAG in run.data.tags]
 
@@ -103,10 +104,6 @@ def metric_history(tracking_uri: str, run_id: str, key: str) -> list[tuple[int, 
     try:
         history = _client(tracking_uri).get_metric_history(run_id, key)
     except MlflowException as error:
-        log.warning("the history of %s cannot be read: %s", key, _first_line(error))
+        log.warning("the history of %s cannot be read: %s", key, first_line(error))
         return []
     return sorted((metric.step, metric.value) for metric in history)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

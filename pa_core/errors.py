@@ -51,3 +51,8 @@ class Stopped(UserError):
     """The run was stopped from outside and can be resumed (exit code 3)."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, of which libraries write pages; the error's type where there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from pa_core.config import TrackingConfig
 from pa_core.errors import ConfigError
+from pa_core.processes import usable_cores
 from pa_core.terminal import Json, Overrides, emit
 
 bench = typer.Typer(help="Measure: every figure with both sides of its ratio, in one run.", no_args_is_help=True)
@@ -31,10 +31,6 @@ TrackingUri = Annotated[str, typer.Option(help="MLflow tracking URI; off logs no
 _TRACKING = TrackingConfig().uri
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _settings(model: str, shape: str | None, dtype: str, device: str | None, threads: int | None, repeats: int) -> Any:
     """The checked :class:`pa_core.bench.shared_prompt.Settings`."""
     from pa_core.bench.models import SHAPES, choose_device
@@ -44,7 +40,7 @@ def _settings(model: str, shape: str | None, dtype: str, device: str | None, thr
         raise ConfigError(f"--shape {shape}: expected one of {', '.join(SHAPES)}")
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
-    return Settings(shape or model, dtype, choose_device(device), threads or _cores(), repeats)
+    return Settings(shape or model, dtype, choose_device(device), threads or usable_cores(), repeats)
 
 
 def _measured(
@@ -175,7 +171,7 @@ def iteration(
         facts,
         tracking_uri,
         as_json,
-        partial(run, config, overrides or [], engines=engines, threads=_cores(), **sizes),
+        partial(run, config, overrides or [], engines=engines, threads=usable_cores(), **sizes),
         render,
     )
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pa_core import __version__
-from pa_core.errors import ConfigError
+from pa_core.errors import ConfigError, first_line
 from pa_core.tracking.connection import absolute_uri, artifact_location, prepare_environment
 from pa_core.tracking.description import flatten
 from pa_core.tracking.metrics import metric_key
@@ -77,7 +77,7 @@ class TrackedBenchmark:
                 self._client.log_param(self.run_id, key, value)
         except (MlflowException, OSError) as error:
             raise ConfigError(
-                f"--tracking-uri {uri}: MLflow cannot be used ({str(error).strip().splitlines()[0][:300]}); start the "
+                f"--tracking-uri {uri}: MLflow cannot be used ({first_line(error)}); start the "
                 f"server, name another store such as sqlite:///mlflow.db, or turn it off with --tracking-uri {OFF}"
             ) from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from pa_core.loop.producer import Producer
 from pa_core.loop.run import RUN_KEY, Run
 from pa_core.loop.services import load_held_out, require_engine, usable_context
 from pa_core.model.loading import LoadedModel, eos_token_ids, load_structure, load_tokenizer, resolve_source
+from pa_core.processes import usable_cores
 from pa_core.rewards.pool import RewardPool
 from pa_core.rollout.client import ReplicaClient
 from pa_core.rollout.config import EngineConfig
@@ -43,9 +43,8 @@ from pa_core.tracking.timeline import Timeline
 def engine_alone(config: TrainConfig) -> EngineConfig:
     """The run's engine with this machine's cores to itself."""
     engine = config.engine
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     replicas = engine.replicas if engine.replicas or engine.urls else 1
-    threads = engine.threads or max(1, cores // max(1, replicas))
+    threads = engine.threads or max(1, usable_cores() // max(1, replicas))
     return engine.model_copy(update={"weight_transfer": "fsspec", "replicas": replicas, "threads": threads})
 
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from pa_core.errors import TrainingError
+from pa_core.errors import TrainingError, first_line
 from pa_core.loop.signals import StopSignals
 from pa_core.records import Group
 from pa_core.store.group_codec import from_table, to_table
@@ -196,7 +196,7 @@ class Ranks:
             try:
                 self._send({"call": None}, ())
             except RuntimeError as error:
-                log.warning("the other processes could not be told that training is over: %s", _first_line(error))
+                log.warning("the other processes could not be told that training is over: %s", first_line(error))
 
     def explained(self, name: str, error: RuntimeError) -> Exception:
         """What a failed collective operation means, or the error itself where it is none."""
@@ -212,7 +212,7 @@ class Ranks:
         if "timed out" in str(error).lower():
             return TrainingError(f"{name}: {self._overdue()}")
         return TrainingError(
-            f"{name}: another process of this run is gone (process {self.number}: {_first_line(error)}); its own log "
+            f"{name}: another process of this run is gone (process {self.number}: {first_line(error)}); its own log "
             "says why"
         )
 
@@ -255,7 +255,3 @@ def _encoded(groups: Sequence[Group]) -> bytes:
 def _decoded(blob: bytes) -> list[Group]:
     with pa.ipc.open_stream(blob) as reader:
         return from_table(reader.read_all())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

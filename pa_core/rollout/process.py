@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pa_core.config import TrainConfig
 from pa_core.errors import ConfigError, EngineError, UserError
+from pa_core.processes import usable_cores
 from pa_core.rollout.config import EngineConfig
 from pa_core.rollout.protocol import API_KEY_VARIABLE
 from pa_core.rollout.supervisor import Supervisor
@@ -168,8 +169,7 @@ def stop_all(processes: Sequence[ChildProcess], timeout: float = 15.0) -> None:
 
 def fair_threads(replicas: int) -> int:
     """CPU threads for each replica when ``replicas`` of them and a trainer share this machine's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (replicas + 1))
+    return max(1, usable_cores() // (replicas + 1))
 
 
 def trainer_threads(config: TrainConfig) -> int:

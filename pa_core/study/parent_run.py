@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pa_core.errors import ConfigError
+from pa_core.errors import ConfigError, first_line
 from pa_core.study.plan import Study
 from pa_core.tracking.connection import absolute_uri, experiment_id, is_passing, prepare_environment
 from pa_core.tracking.description import flatten
@@ -63,7 +63,7 @@ class ParentRun:
                 client.update_run(study.mlflow_run_id, status="RUNNING")
                 run = client.get_run(study.mlflow_run_id)
         except (MlflowException, OSError) as error:
-            cause = str(error).strip().splitlines()[0][:300]
+            cause = first_line(error)
             raise ConfigError(
                 f"tracking.uri={tracking.uri!r} cannot be used for {study.kind} {study.name}: {cause}. Start the "
                 "MLflow server, or set tracking.uri=sqlite:///mlflow.db for a local database"

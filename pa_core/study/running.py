@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from pa_core.errors import Stopped, UserError
+from pa_core.errors import Stopped, UserError, first_line
 from pa_core.loop.run import sole_trainer
 from pa_core.study.children import Crew, Observer, Outcome
 from pa_core.study.parent_run import ParentRun
@@ -76,7 +76,7 @@ def _concluded(study: Study, conclude: Callable[[], Result]) -> Result:
     try:
         return conclude()
     except MlflowException as error:
-        cause = str(error).strip().splitlines()[0][:300]
+        cause = first_line(error)
         raise UserError(
             f"{study.kind} {study.name}: all runs ended, but MLflow cannot be read: {cause}. The same command and "
             f"--name {study.name} looks at them again, and trains nothing that is finished"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pa_core.config import TrainConfig
-from pa_core.errors import ConfigError
+from pa_core.errors import ConfigError, first_line
 from pa_core.study.children import Observer, Outcome
 from pa_core.study.config import SweepConfig
 from pa_core.study.parent_run import ParentRun
@@ -184,7 +184,7 @@ def _register(
     try:
         return register_best(parent.client, name, winner, metric, value), ""
     except MlflowException as error:
-        problem = f"MLflow's model registry refused it: {str(error).strip().splitlines()[0][:300]}"
+        problem = f"MLflow's model registry refused it: {first_line(error)}"
         log.warning("%s", problem)
         return None, problem
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pa_core.config import TrainConfig
+from pa_core.errors import first_line
 from pa_core.tracking.connection import absolute_uri, experiment_id, prepare_environment
 from pa_core.tracking.description import flatten
 from pa_core.tracking.metrics import metric_key
@@ -78,7 +79,7 @@ def log_evaluation(
         client.set_terminated(created, "FINISHED")
         return created
     except (MlflowException, OSError) as error:
-        cause = str(error).strip().splitlines()[0][:300]
+        cause = first_line(error)
         log.warning("tracking: the evaluation is in the store, but not in MLflow at %s: %s", uri, cause)
         return None
 

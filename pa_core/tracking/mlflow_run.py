@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from pa_core.config import DataConfig, TrainConfig
-from pa_core.errors import ConfigError
+from pa_core.errors import ConfigError, first_line
 from pa_core.records import Group
 from pa_core.tracking.connection import absolute_uri, experiment_id, is_passing, prepare_environment
 from pa_core.tracking.description import data_source, flatten, run_tags
@@ -313,7 +313,7 @@ class TrackedRun:
 
 def _unreachable(config: TrainConfig, resume_run_id: str | None, error: Exception) -> ConfigError:
     """What to tell the person when a run cannot begin."""
-    cause = str(error).strip().splitlines()[0][:300]
+    cause = first_line(error)
     what = f" (run {resume_run_id})" if resume_run_id else ""
     return ConfigError(
         f"tracking.uri={config.tracking.uri!r}{what} cannot be used: {cause}. Start the MLflow server, or set "

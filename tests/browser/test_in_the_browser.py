@@ -177,6 +177,3 @@ def compare_in_mlflow(page: Page, house: House, periodic: str) -> None:
     expect(differing).to_contain_text("false")
     expect(page.get_by_text(periodic).first).to_be_visible()
     expect(page.get_by_role("link", name="perf/overlap")).to_be_visible()
-    # The heading, not a row: names and values are tables of their own, which scroll apart from each other.
-    page.get_by_role("button", name="Parameters").evaluate("heading => heading.scrollIntoView()")
-    picture(page, "mlflow-compare")
