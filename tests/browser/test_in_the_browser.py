@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ import pytest
 
 pytest.importorskip("playwright", reason="the browser tests need playwright (pip install -e '.[dev]')")
 from playwright.sync_api import Page, TimeoutError, expect, sync_playwright
+
+from pa_core.rollout.address import free_port
 
 ROOT = Path(__file__).parents[2]
 PICTURES = os.environ.get("PA_PICTURES")
@@ -36,12 +37,6 @@ def chromium() -> str:
     if found is None:
         pytest.skip("no chromium here (Debian's package is called chromium)")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,9 +19,11 @@ import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
+from waiting import wait_for
 
 from pa_core.loop.progress import read_progress
 from pa_core.loop.run import Run, open_run
+from pa_core.rollout.address import free_port
 from pa_core.store.objects import ObjectStore
 from pa_core.store.weights import WeightStore
 
@@ -30,22 +31,6 @@ START_S = 240.0
 RUN_S = 300.0
 ENDLESS = ("iterations=100000", "prompts_per_iteration=8", "group_size=4", "sampling.max_tokens=64")
 TERMINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-
-
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float) -> Any:
-    """The first truthy answer of ``check``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if answer := check():
-            return answer
-        time.sleep(0.3)
-    raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,6 +20,9 @@ import httpx
 import psutil
 import pytest
 import yaml
+from waiting import wait_for
+
+from pa_core.rollout.address import free_port
 
 pytest.importorskip("prefect", reason="the flows extra is not installed")
 
@@ -36,23 +37,6 @@ RUN_S = 600.0
 ENDLESS = ["iterations=100000", "prompts_per_iteration=8", "group_size=4", "sampling.max_tokens=64"]
 SOON_S = 10
 """The server refuses less."""
-
-
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float = RUN_S) -> Any:
-    """The first truthy answer of ``check``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            if answer := check():
-                return answer
-        time.sleep(0.3)
-    raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -87,7 +71,7 @@ class Station:
             reply = self.api.request(method, path, json=body)
             return None if reply.status_code >= 500 else reply
 
-        return wait_for(path, answer, 60).raise_for_status()
+        return wait_for(path, answer, 60, httpx.TransportError).raise_for_status()
 
     def deployment(self, name: str) -> dict[str, Any]:
         found = self.post("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
@@ -107,7 +91,7 @@ class Station:
             state = self.state(flow_run)
             return state if {state["name"], state["type"]} & set(names) else None
 
-        return dict(wait_for(f"flow run {names}", check))
+        return dict(wait_for(f"flow run {names}", check, RUN_S, httpx.TransportError))
 
     def artifacts(self, flow_run: str) -> dict[str, Any]:
         found = self.post("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
@@ -125,7 +109,9 @@ class Station:
 
     def mlflow_run(self, flow_run: str) -> Any:
         """The MLflow run of a flow run, once it is linked."""
-        link = wait_for("a link to MLflow", lambda: self.artifacts(flow_run).get("mlflow-run"))
+        link = wait_for(
+            "a link to MLflow", lambda: self.artifacts(flow_run).get("mlflow-run"), RUN_S, httpx.TransportError
+        )
         return self.mlflow.get_run(link.partition("](")[2].rstrip(")").rpartition("/")[2])
 
     def processes(self) -> list[psutil.Process]:

@@ -9,11 +9,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ import httpx
 import pytest
 import yaml
 from mlflow import MlflowClient
+from waiting import wait_for
 
+from pa_core.rollout.address import free_port
 from pa_core.tracking.timeline import TRAIN
 
 ITERATIONS = 48
@@ -38,22 +39,6 @@ def gate(response, answer, *, metadata):
         time.sleep(0.02)
     return float(len(response) % 2)
 """
-
-
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """The first truthy answer of ``check``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if answer := check():
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -79,8 +64,8 @@ class Servers:
         store = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}"]
         store += ["--artifacts-destination", str(self.folder / "artifacts"), "--workers", "1"]
         self.start("mlflow", "mlflow", "server", *store, "--port", str(self.mlflow_port))
-        wait_for("Prefect", lambda: self.answers("prefect", f"{self.prefect_url}/health"))
-        wait_for("MLflow", lambda: self.answers("mlflow", f"{self.mlflow_url}/health"))
+        wait_for("Prefect", lambda: self.answers("prefect", f"{self.prefect_url}/health"), PATIENCE_S)
+        wait_for("MLflow", lambda: self.answers("mlflow", f"{self.mlflow_url}/health"), PATIENCE_S)
 
     def start(self, name: str, *command: str) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")} | {
@@ -121,7 +106,7 @@ def servers(tiny_model: Path, tmp_path: Path) -> Iterator[Servers]:
         write_deployment(tmp_path, tiny_model, running.mlflow_url)
         running.start("host", "flows.deployments", str(tmp_path / "prefect.yaml"))
         deployment = f"{running.prefect_url}/deployments/name/train/tiny"
-        wait_for("the deployment", lambda: running.answers("host", deployment))
+        wait_for("the deployment", lambda: running.answers("host", deployment), PATIENCE_S)
         yield running
     finally:
         if "host" in running.processes:
@@ -171,7 +156,7 @@ def submit(servers: Servers) -> str:
         reply = httpx.post(f"{servers.prefect_url}/deployments/{found['id']}/create_flow_run", json={}, timeout=30)
         return reply.json() if reply.is_success else None  # SQLite is locked for a moment now and then
 
-    return str(wait_for("the flow run", accepted)["id"])
+    return str(wait_for("the flow run", accepted, PATIENCE_S)["id"])
 
 
 def state(servers: Servers, flow_run: str) -> dict[str, Any]:
@@ -196,11 +181,13 @@ def trained_since(folder: Path, start: float) -> set[int]:
 
 def test_training_goes_on_without_prefect_and_mlflow_and_nothing_is_missing_afterwards(servers: Servers) -> None:
     flow_run = submit(servers)
-    wait_for("training", lambda: iteration(servers) >= 2)
+    wait_for("training", lambda: iteration(servers) >= 2, PATIENCE_S)
     servers.kill("prefect")
     servers.kill("mlflow")
     away = time.time()
-    wait_for("iterations without servers", lambda: len(trained_since(servers.folder, away)) >= ITERATIONS_AWAY)
+    wait_for(
+        "iterations without servers", lambda: len(trained_since(servers.folder, away)) >= ITERATIONS_AWAY, PATIENCE_S
+    )
     (servers.folder / "hold").touch()
     servers.start_both()
     assert iteration(servers) < ITERATIONS, "the run must not end before the servers are back"
@@ -210,7 +197,7 @@ def test_training_goes_on_without_prefect_and_mlflow_and_nothing_is_missing_afte
         now = state(servers, flow_run)
         return now if now["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") else None
 
-    final = wait_for("the end of the flow run", ended)
+    final = wait_for("the end of the flow run", ended, PATIENCE_S)
     assert final["type"] == "COMPLETED", (final, (servers.folder / "host.log").read_text()[-3000:])
     check_mlflow(servers, flow_run)
 

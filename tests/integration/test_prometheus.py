@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,8 @@ from typing import Any
 import pytest
 import yaml
 from vllm_servers import START_LIMIT_S, vllm_tree
+
+from pa_core.rollout.address import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = sorted((ROOT / "dashboards").glob("*.json"))
@@ -57,13 +58,6 @@ def get(url: str, **query: str) -> Any:
         return json.load(error) if error.code in (400, 422) else None
     except OSError:
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

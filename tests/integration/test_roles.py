@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 from s3 import S3Server, free_ports
+from waiting import wait_for
 
 from pa_core.errors import ConfigError
 from pa_core.loop.run import Run, open_run
@@ -47,16 +47,6 @@ def patient(response, answer, *, metadata, gate):
     return float(len(response) % 3)
 """
 """A reward that holds the run up until a file exists, so that somebody can join in the middle of it."""
-
-
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float) -> Any:
-    """The first truthy answer of ``check``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if answer := check():
-            return answer
-        time.sleep(0.3)
-    raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
 
 
 def postgres_folder() -> Path:
