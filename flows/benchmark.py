@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
-from uuid import UUID
 
 from prefect import State, flow, get_run_logger, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
-    create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun
@@ -28,6 +25,7 @@ from prefect.states import Completed, Failed
 from flows import artifacts, tracking
 from flows.children import LogReader, epitaph
 from flows.forms import Benchmark, command_line
+from flows.progress import ProgressArtifact
 from flows.services import flow_run_page
 from pa_core.bench.tracked import EXPERIMENT, OFF, flat_numbers
 from pa_core.config import TrackingConfig
@@ -58,17 +56,13 @@ class Progress:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._shown = ""
-        self._artifact: UUID | None = None
+        self._artifact = ProgressArtifact("progress", get_run_logger())
 
     def show(self, percent: float, said: str) -> None:
         """Draw it when there is something new."""
         if said == self._shown and percent < 100:
             return
-        text = f"{time.monotonic() - self._began:.0f} s · {said}"
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key="progress", description=text)  # type: ignore[assignment]
-        else:
-            update_progress_artifact(self._artifact, percent, description=text)
+        self._artifact.show(percent, f"{time.monotonic() - self._began:.0f} s · {said}")
         self._shown = said
 
 

@@ -5,19 +5,17 @@ A module that defines flows must not postpone the evaluation of annotations: a s
 
 import logging
 from typing import TYPE_CHECKING, Any, cast
-from uuid import UUID
 
 from prefect import State, flow, get_run_logger
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
-    create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.states import Completed
 
 from flows import artifacts, tracking
+from flows.progress import ProgressArtifact
 from flows.train import failed
 from pa_core.errors import UserError
 from pa_core.evaluation.request import EvaluationRequest
@@ -32,25 +30,17 @@ class ProgressPage:
     """How many problems are done, on the flow run's page and in its log."""
 
     def __init__(self) -> None:
-        self._artifact: UUID | None = None
+        self._logger: logging.LoggerAdapter[logging.Logger] = cast(Any, get_run_logger())
+        self._artifact = ProgressArtifact("evaluation-progress", self._logger)
         self._told = 0.0
 
     def show(self, done: int, total: int) -> None:
-        """Progress is for looking at: when it cannot be shown, the evaluation goes on."""
+        """Draw it; every tenth is a line in the log as well."""
         percent, line = round(100 * done / total, 1), f"{done} of {total} problems"
-        logger: logging.LoggerAdapter[logging.Logger] = cast(Any, get_run_logger())
-        try:
-            if self._artifact is None:
-                self._artifact = cast(
-                    UUID, create_progress_artifact(percent, key="evaluation-progress", description=line)
-                )
-            else:
-                update_progress_artifact(self._artifact, percent, description=line)
-        except Exception as error:
-            logger.warning("progress could not be shown: %s", error)
+        self._artifact.show(percent, line)
         if percent >= self._told + 10:
             self._told = percent
-            logger.info(line)
+            self._logger.info(line)
 
 
 def publish(outcome: "Outcome") -> None:

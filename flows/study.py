@@ -7,23 +7,21 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from matplotlib.figure import Figure
 from prefect import State, get_run_logger, runtime, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
-    create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed
 
 from flows import tracking
+from flows.progress import ProgressArtifact
 from flows.services import flow_run_page
 from flows.watch import TrainerWatch
 from pa_core.loop.progress import ProgressState
@@ -74,8 +72,7 @@ class StudyPage(Observer, AbstractContextManager["StudyPage"]):
         self._watched: dict[str, Watched] = {}
         self._tasks: list[PrefectFuture[Any]] = []
         self._fractions = {child.name: 1.0 if child.finished else 0.0 for child in study.children}
-        self._artifact: UUID | None = None
-        self._drawn = ""
+        self._artifact = ProgressArtifact(f"{study.kind}-progress", self._logger)
         self.tags = {
             tracking.FLOW_RUN_TAG: str(runtime.flow_run.id),
             "prefect.flow_run_url": flow_run_page(str(runtime.flow_run.id)),
@@ -106,7 +103,7 @@ class StudyPage(Observer, AbstractContextManager["StudyPage"]):
         self._tasks.append(watch_run.submit(child.name, watched))
 
     def progress(self, states: Mapping[str, ProgressState]) -> None:
-        """See :class:`Observer`. Progress is for looking at: when it cannot be shown, training goes on."""
+        """See :class:`Observer`."""
         for name, state in states.items():
             self._fractions[name] = state.fraction
         ended = sum(watched.over.is_set() for watched in self._watched.values())
@@ -114,20 +111,7 @@ class StudyPage(Observer, AbstractContextManager["StudyPage"]):
         line = f"{ended} of {len(self._study.children)} runs ended" + "".join(
             f" · {name}: iteration {state.iteration}/{state.iterations}" for name, state in states.items()
         )
-        if line == self._drawn:
-            return
-        try:
-            self._draw(round(100 * sum(self._fractions.values()) / len(self._fractions), 1), line)
-        except Exception as error:
-            self._logger.warning("progress could not be shown: %s", error)
-
-    def _draw(self, percent: float, line: str) -> None:
-        if self._artifact is None:
-            key = f"{self._study.kind}-progress"
-            self._artifact = cast(UUID, create_progress_artifact(percent, key=key, description=line))
-        else:
-            update_progress_artifact(self._artifact, percent, description=line)
-        self._drawn = line
+        self._artifact.show(round(100 * sum(self._fractions.values()) / len(self._fractions), 1), line)
 
     def ended(self, outcome: Outcome) -> None:
         """See :class:`Observer`."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import cast
-from uuid import UUID
 
 from prefect import runtime
-from prefect.artifacts import create_link_artifact, create_progress_artifact, update_progress_artifact
+from prefect.artifacts import create_link_artifact
 
 from flows import tracking
 from flows.children import LogReader
+from flows.progress import ProgressArtifact
 from flows.services import flow_run_page
 from pa_core.loop.progress import ProgressState, read_progress
 from pa_core.loop.run import Run
@@ -36,8 +35,7 @@ class TrainerWatch:
         self._log = LogReader(process.log_path)
         self._level = logging.INFO
         self._due = 0.0
-        self._drawn = ""
-        self._artifact: UUID | None = None
+        self._artifact = ProgressArtifact("progress", logger)
         self.mlflow_run_id: str | None = None
 
     @property
@@ -68,19 +66,11 @@ class TrainerWatch:
                 return
             for observer in observers:
                 observer(state)
-            if state.line() != self._drawn:
-                self._draw(round(100 * state.fraction, 1), state.line())
+            self._artifact.show(round(100 * state.fraction, 1), state.line())
             if state.mlflow_run_id and self.mlflow_run_id is None:
                 self._link(state.mlflow_run_id)
         except Exception as error:
             self._logger.warning("progress could not be shown: %s", error)
-
-    def _draw(self, percent: float, line: str) -> None:
-        if self._artifact is None:
-            self._artifact = cast(UUID, create_progress_artifact(percent, key="progress", description=line))
-        else:
-            update_progress_artifact(self._artifact, percent, description=line)
-        self._drawn = line
 
     def _link(self, run_id: str) -> None:
         uri = self._run.config.tracking.uri
